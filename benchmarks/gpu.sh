@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What is to be learnt of pdserve on a GPU, most worth first: see docs/gpu.md.
+# Measure pdserve on a GPU, the most valuable parts first: see docs/gpu.md.
 #   benchmarks/gpu.sh OUT [PART...]      parts: check, graph, float32, large, one-engine, chaos (default: all of them)
 # Logs and figures go to OUT. PYTHON is the interpreter that has vLLM (.venv/bin/python), PORT that of the API (8000),
 # SIZE that of the larger model (1.5B), MINUTES how long its goodput is searched (4), LIMIT the seconds that a part may
-# take (560). Exit code 1 where a part failed, 3 where there is no GPU. SIM=1 tries this script with simulated engines.
+# take (560). Exit code 1 if a part failed, 3 without a GPU. SIM=1 tries this script with simulated engines.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -45,13 +45,13 @@ engine() {  # MODEL [ARGUMENT...]
 
 while_up() {  # NAME READY COMMAND SERVER [WORD...]
   local log=$OUT/$1.log ready=$2 command=$3 began=$SECONDS code=0; shift 3
-  trap stop EXIT; trap 'exit 1' TERM  # its time is over
+  trap stop EXIT; trap 'exit 1' TERM  # the part's time is over
   : > "$log"
   set -m  # the server gets a process group of its own, and heeds SIGINT, which a script's background commands ignore
   "$@" >> "$log" 2>&1 &
   set +m
   until "$ready" "$log"; do
-    kill -0 $! 2> /dev/null || { tail -40 "$log"; echo "error: it ended while it started, see $log"; return 1; }
+    kill -0 $! 2> /dev/null || { tail -40 "$log"; echo "error: the server ended while it started, see $log"; return 1; }
     sleep 0.5
   done
   echo "measured: ready after $((SECONDS - began)) s"
@@ -65,7 +65,7 @@ stop() {
   local began=$SECONDS
   kill -INT $! 2> /dev/null
   while kill -0 $! 2> /dev/null && [ $((SECONDS - began)) -lt 60 ]; do sleep 0.2; done
-  kill -0 $! 2> /dev/null && echo "error: it did not stop" || echo "measured: stopped after $((SECONDS - began)) s"
+  kill -0 $! 2> /dev/null && echo "error: the server did not stop" || echo "measured: stopped after $((SECONDS - began)) s"
   kill -KILL -- "-$!" 2> /dev/null  # what is left of an engine
   trap - TERM
 }
@@ -112,7 +112,7 @@ float32() { same demo32 float32; }  # must not differ
 goodput() { pdserve bench goodput "$@" --ttft 500ms --gap 60ms --seconds 10 --within $((MINUTES * 60)); }
 grown() { [ -n "$SIM" ] || [ -e "$MODEL/config.json" ] || "$PYTHON" -m tools.demo_model.grow --size "$SIZE" "$MODEL"; }
 
-measured() {  # memory, planned and measured, what the graph takes when idle, and what it carries
+measured() {  # memory and power of the idle graph, and its goodput
   one_request; top -bn1 | head -20; card gpu=memory.used,power.draw,utilization.gpu
   goodput --json "$OUT/goodput-graph.json"
 }
@@ -121,7 +121,7 @@ large() { grown && pdserve plan -f "$OUT/large.yaml" && serving large measured; 
 alone() { goodput --base-url "$URL/v1" --json "$OUT/goodput-one.json"; }
 one-engine() { grown && while_up engine-large answers alone engine "$MODEL" --max-model-len 8192; }
 
-chaos() {  # answers token for token those of one engine, also while workers die
+chaos() {  # answers equal those of one engine, token for token, also while workers die
   pdserve chaos -f "$OUT/demo.yaml" --one-engine --workers 1 --dtype float32 \
     --only prefill-kill,prefill-hang,decode-kill,nats-kill --json "$OUT/chaos.json"
 }
@@ -140,7 +140,7 @@ for part in "${PARTS[@]}"; do
   export OUT PYTHON PORT SIZE MINUTES SIM MODEL URL DEMO
   : > "$OUT/$part.log"  # `tail` must find it
   timeout -k 90 "$LIMIT" bash -c "set -o pipefail; $(declare -f); $part" >> "$OUT/$part.log" 2>&1 & running=$!
-  trap 'kill "$running"; wait "$running"; exit 130' HUP INT TERM  # as where its time is over: it stops what it started
+  trap 'kill "$running"; wait "$running"; exit 130' HUP INT TERM  # the part stops its server, as on a timeout
   tail -n +1 -s 0.2 -f --pid "$running" "$OUT/$part.log" & shown=$!
   wait "$running" || failed="$failed $part"
   wait "$shown"

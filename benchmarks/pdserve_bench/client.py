@@ -235,7 +235,7 @@ _NOTHING = _Message()
 
 
 def _read(exchange: Exchange, raw: bytes, now: float | None) -> _Answer:
-    """Decode a response or event into the exchange. An event with only the role has no token; reasoning has."""
+    """Decode a response or event into the exchange. Reasoning is tokens; an event with only the role has none."""
     answer = _decode(raw)
     if answer.error or answer.object == "error":
         raise BadAnswer(error_message(raw))
@@ -419,7 +419,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if exc is None and self._begun and not {"content-length", "transfer-encoding"} & self.headers.keys():
             self._over = True  # the connection's end is the response's end
             self.buffer_updated(0)
-        self._error = self._error or exc or EOFError("it ended before the answer did")
+        self._error = self._error or exc or EOFError("closed before the response was complete")
         self._tell()
 
     # httptools calls these

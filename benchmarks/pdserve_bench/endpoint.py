@@ -144,7 +144,7 @@ async def _models(base: str, headers: Mapping[str, str], required: bool) -> list
     except (httpx.HTTPError, OSError) as error:
         raise Unavailable(f"{base} cannot be reached: {str(error) or type(error).__name__}.") from None
     except (ValueError, LookupError, TypeError) as error:
-        raise Unavailable(f"{base}/v1/models does not answer as OpenAI's API does: {error!r}") from None
+        raise Unavailable(f"{base}/v1/models does not follow OpenAI's API: {error!r}") from None
 
 
 async def _answering(endpoint: Endpoint) -> Endpoint:

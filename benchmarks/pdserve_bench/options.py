@@ -14,7 +14,7 @@ BaseUrl = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="the server: anything that speaks OpenAI's API (default: the running graph, as of `pdserve status`)",
+        help="the server: anything that speaks OpenAI's API (default: the running graph, see `pdserve status`)",
     ),
 ]
 Model = Annotated[str, typer.Option(metavar="NAME", help="model (default: the server's first)")]
@@ -36,7 +36,7 @@ Share = Annotated[
 ]
 PromptTokens = Annotated[
     int,
-    typer.Option(metavar="N", min=1, help="tokens per prompt, each unlike any other (not for a trace)"),
+    typer.Option(metavar="N", min=1, help="tokens per prompt; all prompts differ (ignored with a trace)"),
 ]
 AnswerLen = Annotated[int, typer.Option(metavar="N", min=2, help="tokens per response")]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="seed of prompts and arrivals (default: random)")]
@@ -54,7 +54,7 @@ def rates_of(option: str, text: str) -> list[float]:
     except ValueError:
         rates = []
     if not rates or not 0 < rates[0] <= rates[-1] < 1000:
-        raise ConfigError([f"{option} {text}: give numbers above 0, as in 4,6,8."])
+        raise ConfigError([f"{option} {text}: give numbers above 0 and below 1000, as 4,6,8."])
     return rates
 
 

@@ -77,7 +77,7 @@ def chaos(
     without `serve`, restarted when it ends.
 
     examples:
-      pdserve chaos -f graph.yaml --dtype float32       every fault, on real engines (bf16 batches differ)
+      pdserve chaos -f graph.yaml --dtype float32       every fault, on real engines (bfloat16 batches differ)
       pdserve chaos -f graph.yaml --only decode,etcd-kill --seconds 30
       pdserve chaos -f graph.yaml --hosts --one-engine --dtype float32
       pdserve chaos -f graph.yaml --clusters --only nats-stream,etcd-majority

@@ -17,12 +17,12 @@ class Judgement(StrEnum):
     HUNG = "hung"
     WRONG = "wrong"
     APART = "apart"
-    """Its connection was to the killed frontend."""
+    """Lost with its connection to the killed frontend."""
 
 
 @dataclass(frozen=True)
 class AttemptTrace:
-    """Times are seconds since the fault began (without a fault, since the load did)."""
+    """Times are seconds since the fault began (without a fault, since the warm-up's end)."""
 
     fault: str
     result: Judgement

@@ -41,11 +41,11 @@ class JudgedLoad(ClosedLoop[Attempt]):
         await LoadClient(url, self._headers).ask(attempt, self._timeout)
 
     def frontend_dies(self, spared: set[int]) -> None:
-        """From now on, tolerate broken connections except from these client ports (of living frontends)."""
+        """From now on, tolerate broken connections, except from the client ports `spared` (to living frontends)."""
         self._killed_at, self._spared = time.monotonic(), spared
 
     def seen(self, fault: str, began: float) -> list[Seen]:
-        """Judge all requests that have ended; `began` is when the fault did."""
+        """Judge all requests that have ended; `began` is when the fault began."""
         return [self._seen(attempt, fault, began) for attempt in self.done]
 
     def _seen(self, attempt: Attempt, fault: str, began: float) -> Seen:

@@ -51,7 +51,7 @@ class Attempt(Exchange):
 
     @property
     def longest_wait(self) -> float:
-        """Longest wait for a token in seconds, with the first and the current one; all of it without any token."""
+        """Longest wait for a token in seconds, including the first and a current one; the whole time without tokens."""
         last = [] if self.ended and self.arrivals else [self.ended or time.monotonic()]
         return max(after - before for before, after in pairwise([self.started, *self.arrivals, *last]))
 

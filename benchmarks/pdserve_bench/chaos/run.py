@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 NO_FAULT = "none"
 WARM_WITHIN = 60.0
 SETTLE = 10.0
-"""Seconds after the last request until every KV block must be free: much shorter than a lease."""
+"""Seconds after the last request until every KV block must be free: shorter than a KV lease (30 s)."""
 SETTLE_AFTER_DEATH = 40.0
-"""The same after decode workers were killed: longer than a lease."""
+"""The same after decode workers were killed: longer than a KV lease."""
 UNKNOWN_LENGTH = 4096
 """Context length in tokens if the file does not set it."""
 MAX_LOGGED = 8
@@ -172,7 +172,7 @@ async def _played(fault: Fault, scene: Scene) -> float | None:
 async def learned(
     url: str, model: str, cases: Iterator[Case], options: Options, say: Callable[[str], None]
 ) -> list[Case]:
-    """Raises Unavailable."""
+    """Ask the graph for a pool of prompts and expected outputs. Raises Unavailable."""
     say(f"asking the undisturbed graph at {url} for the expected outputs")
     pool = await questions.learn(LoadClient(url), model, cases, options.patience)
     say(f"{len(pool)} of {questions.POOL} prompts have the same output in a batch and alone; using these")

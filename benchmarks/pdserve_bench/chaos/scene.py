@@ -25,7 +25,7 @@ class Fault:
     patient: bool = False
     """Requests wait for workers as long as recovery may take, without the usual timeout."""
     kills_decode: bool = False
-    """Prefill workers keep KV that a dead decode worker had not read until its lease ends
+    """Decode workers die, and prefill workers keep the KV that these had not read until the KV lease ends
     (docs/decisions/0007-lost-answers.md)."""
     silent: bool = False
     """No packet reports the loss, so others notice it seconds later."""
@@ -72,7 +72,7 @@ class Scene:
     """Sentences about failures that no client saw."""
 
     async def recovery(self) -> float | None:
-        """Wait until the graph is complete and prefills remotely. Return the seconds; None if too long."""
+        """Wait until the graph is complete and prefills remotely. Return the seconds; None after the timeout."""
         ended, within = time.monotonic(), self.options.recover_within
         try:
             async with asyncio.timeout(within):

@@ -34,9 +34,9 @@ class Row:
     recovered: float | None = None
     """Seconds from the fault's end until the graph was complete and prefilled remotely; None if too late."""
     leaked: int = 0
-    """KV blocks still held after the load, when all leases had ended."""
+    """KV blocks still held when the wait after the load ended."""
     queued: int = 0
-    """Prefill requests still in the queue then."""
+    """Prefill requests still queued at that time."""
     freed: float = 0.0
     """Seconds from the last request's end until no block was held."""
     left_out: int = 0

@@ -1,7 +1,7 @@
 """The candidates of a comparison, from the user's file and the machine. Pure.
 
-Aggregated: one vLLM engine with all of the hardware at several `max-num-batched-tokens`, and as many engines as the
-file has workers behind pdserve's frontend. Disaggregated: the file's own split, on GPUs two splits with unequal
+Aggregated: one vLLM engine with all of the hardware at several `max-num-batched-tokens`, and, behind pdserve's
+frontend, as many of the file's engines as fit. Disaggregated: the file's own split, on GPUs two splits with unequal
 tensor-parallel sizes, and every other split of the same hardware, with the file's policy.
 """
 
@@ -41,16 +41,16 @@ W = TypeVar("W", bound=WorkerConfig)
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that the candidates share. A slot holds one worker of the file."""
+    """The hardware that the candidates share."""
 
     kind: HardwareKind
     units: int
     """GPUs, CPU threads, or simulated workers."""
     prefill_width: int = 1
-    """Units per prefill worker; on a CPU, slots."""
+    """Slots that a prefill worker takes."""
     decode_width: int = 1
     slots: int = 0
-    """Slots that splits divide; on a CPU, where workers share the threads, the number of workers."""
+    """What splits divide: GPUs; where workers share a CPU or are simulated, workers."""
 
     def __str__(self) -> str:
         noun = {"gpu": "GPU", "cpu": "CPU thread", "sim": "simulated worker"}[self.kind]
@@ -62,7 +62,7 @@ class Candidate:
     name: str
     aggregated: bool
     shape: Shape
-    """The graph written if the candidate wins; plain vLLM's is one decode worker."""
+    """Workers of the file written if the candidate wins; for plain vLLM, one decode worker."""
     system: System
     split: str = ""
     """`1P+1D`, or the number of engines."""
@@ -205,7 +205,7 @@ class CandidateMaker:
         return (self.here.prefill_width, self.here.decode_width) if halved else (0, 0)
 
     def _split(self, shape: Shape) -> Candidate:
-        """Name the GPUs per worker if they differ by role."""
+        """Return the candidate; its name has the GPUs per worker if they differ by role."""
         split = f"{shape.prefill}P+{shape.decode}D"
         name = f"{shape.prefill} prefill + {shape.decode} decode"
         wide_prefill, wide_decode = shape.tensor

@@ -46,8 +46,8 @@ def compare(
     Candidates, one at a time: one vLLM engine with all of the hardware of FILE's graph, at several
     max-num-batched-tokens, on a CPU also with one thread less than it has cores; as many engines as the graph has
     workers; the graph of FILE and other splits with FILE's policy; on GPUs also decode workers with twice and half the
-    tensor-parallel size of the prefill workers. The best of each kind are measured by their goodput, the highest rate
-    at which 90 % of the requests keep --ttft and --gap. The aggregated one is measured twice, to know the noise.
+    tensor-parallel size of the prefill workers. Each is measured by its goodput, the highest rate at which 90 % of the
+    requests keep --ttft and --gap; the best of each kind longer, and the aggregated one twice, to know the noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
     of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. Arrivals are

@@ -73,11 +73,11 @@ class Comparison:
         maker = maker_of(options.file)
         return cls(options, asked, maker.config, maker.here, maker)
 
-    # what is known
+    # results
 
     @property
     def finalists(self) -> list[Entrant]:
-        """The best aggregated entrant first."""
+        """The best entrant of each kind, the aggregated one first."""
         best = (best_of(self.entrants, True), best_of(self.entrants, False))
         return [each for each in best if each is not None]
 
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def foreign_share(self) -> float | None:
-        """Mean over the probes."""
+        """Mean CPU share of other programs during the probes; None if unknown."""
         known = [
             each.foreign for entrant in self.entrants for each in entrant.probes if each.foreign is not None
         ]
@@ -101,7 +101,7 @@ class Comparison:
         name = recommendation.choice.name if recommendation.choice else None
         return next((each.candidate for each in self.entrants if each.name == name), None)
 
-    # how it is found out
+    # measuring
 
     async def run(self) -> None:
         """Raises Unavailable if nothing can be measured."""
@@ -116,7 +116,7 @@ class Comparison:
                 await measuring.stop()
 
     async def _try_each(self, measuring: Measuring, until: float) -> None:
-        """Give each entrant the same time, minus start times."""
+        """Give each entrant the same time after its start."""
         waiting = self._choose(measuring, until - time.monotonic())
         while waiting:
             entrant, *waiting = waiting
@@ -162,7 +162,7 @@ class Comparison:
             entrant.problem = str(error)
 
     async def _final(self, measuring: Measuring, until: float) -> None:
-        """Begin with the entrant that runs already, so that the other starts only once."""
+        """Search the finalists on; begin with the running one, so that the other starts only once."""
         finalists, control = self.finalists, measuring.unknown()
         turns = [(each, each.found) for each in finalists]
         turns += [(each, control) for each in finalists if each.candidate.aggregated]

@@ -21,19 +21,19 @@ from pdserve_bench.progress import begin
 
 START_SECONDS = {HardwareKind.CPU: 40.0, HardwareKind.GPU: 120.0, HardwareKind.SIM: 15.0}
 LEAST_REQUESTS = 30
-"""Requests that must have judged a candidate at its carried rate before it is recommended."""
+"""Minimum of judged requests at a recommended candidate's carried rate."""
 _LEAST, _MOST = 4.5, 20.0
 """Bounds of a probe's length in seconds."""
 _PROBES = 6
 _STEADY = 2.5
 """Minimal length of a probe, in durations of a single request."""
 _LONGER = 2.0
-"""A probe at a low rate may last this many times as long."""
+"""A probe at a low rate may last this many times as long as others."""
 _WARM_RATE = 2.0
 _RATES = (0.05, 50.0)
 """Bounds of the first rate, in requests per second."""
 _NARROW = 1.5
-"""A repeated measurement with a wider interval says nothing about the noise."""
+"""Largest ratio of broken to carried rate of a repetition that tells the noise."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Entrant:
     found: GoodputResult
     problem: str = ""
     again: tuple[float | None, float | None] = (None, None)
-    """Carried and broken rates of the repeated measurement, which shows the noise."""
+    """Carried and broken rates of the repetition that tells the noise."""
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class Entrant:
         return [each for each in self.found.probes if each.counted]
 
     def rank(self) -> tuple[float, float]:
-        """Sort key; higher is better: the carried rate, then the share at the lowest broken rate."""
+        """Sort key, higher is better: the goodput, then the share kept at the lowest broken rate."""
         search = self.found.search
         return search.estimate or 0.0, self.found.share(search.broken) if search.broken else 1.0
 
@@ -193,7 +193,7 @@ class Measuring:
 
 
 def noise(first: GoodputResult, again: GoodputResult) -> float | None:
-    """Return the relative difference of two measurements of one system, as a share of the lower; None if either is too
+    """Return the relative difference of two measurements of one system, as a share of the lower; None if `again` is too
     imprecise."""
     ours, theirs = first.search.estimate, again.search.estimate
     low, high = again.search.carried, again.search.broken

@@ -36,7 +36,8 @@ def one_engine(plan: Plan, *, tensor: int = 1, threads: int = 0, batch: int = 0)
 
 def thread_counts(cores: int) -> list[int]:
     """Return thread counts for one engine on a CPU host, the best first: one core is left free. Otherwise vLLM's
-    processes, which spin while they wait, take cores from the threads (two cores, one client: 16 to 300 tokens/s)."""
+    processes, which spin while they wait, take cores from the threads (two cores, one client: 16 instead of 300
+    tokens/s)."""
     return [cores - 1, cores] if cores > 1 else [cores]
 
 

@@ -63,9 +63,9 @@ def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Re
     best = [place for place, each in enumerate(results) if found.choice and each.name == found.choice.name]
     note = (
         f"Goodput: the highest rate, in requests/s, at which {options.share:.0%} of the requests keep the SLO "
-        f"({options.slo}), and between which rates it lies; of a candidate that is no finalist these are far apart. "
-        "At: the rate that was asked about, else the highest that it carries, and there the share that keeps the SLO, "
-        "TTFT and the longest gap of a request in ms."
+        f"({options.slo}). Between: the rates between which it lies, far apart unless the candidate is a finalist. "
+        "At: --rate, else the highest rate that the candidate carries; the share that kept the SLO, TTFT and the "
+        "longest gap of a request (ms) are measured there."
     )
     title = f"{comparison.asked.described}, on {comparison.here}"
     return Rows(title, _COLUMNS, [_row(each) for each in results], note, best[0] if best else None)

@@ -52,15 +52,15 @@ class CandidateResult:
     name: str
     aggregated: bool
     carried: float | None = None
-    """Highest rate at which enough requests kept the SLO; None: none was tried."""
+    """Highest rate at which enough requests kept the SLO; None if no tried rate is."""
     broken: float | None = None
-    """Lowest rate at which too few did; None: none was tried."""
+    """Lowest rate at which too few did; None if no tried rate is."""
     estimate: float | None = None
-    """Interpolated between both."""
+    """Goodput, interpolated between `carried` and `broken`."""
     broke: Tally = field(default_factory=Tally)
     """Requests at `broken` by how they met the SLO."""
     failed: int = 0
-    """Requests with an error at carried rates and at the first broken one."""
+    """Requests with an error at carried rates; if there are none, at the lowest rate."""
     split: str = ""
     """`2P+1D`, or `3 engines`."""
     load: AtLoad | None = None
@@ -147,7 +147,7 @@ class Criteria:
 
 
 def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recommendation:
-    """Of equal findings the earlier, simpler one wins."""
+    """Apply the rules. Of equal findings the earlier, simpler one wins."""
     out = tuple(_why_out(finding) for finding in findings if finding.problem or finding.failed)
     together, separate = _best(findings, True), _best(findings, False)
     if together is None or separate is None:
@@ -198,10 +198,10 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
         times = _times(together, separate, asked.share)
         return Verdict.DONT, f"{carried}{times}. {_limits(separate, together)}", ""
     if together.broken is None and separate.broken is None:
-        reason = f"{both}: no rate was tried that is too high for one of them."
+        reason = f"{both}: both carried every rate that was tried."
         return Verdict.SAME, reason, "Give --minutes more, or ask about a --rate that you have."
     itself = f" (the same system against itself: {asked.noise:.0%})" if asked.noise else ""
-    reason = f"{both}: less apart than what is certain{itself}."
+    reason = f"{both}: the difference is too small to be certain{itself}."
     return Verdict.SAME, reason, "Longer probes (--minutes) would tell smaller differences apart."
 
 
@@ -285,7 +285,7 @@ def _range(finding: CandidateResult) -> str:
 
 
 def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float:
-    """Return infinity if the loser carries nothing, even at the winner's rate."""
+    """Return the ratio of goodputs; infinity if `other` surely carries no tried rate."""
     if other.goodput:
         return ours.goodput / other.goodput
     judged = other.broke.requests - other.broke.unfinished
@@ -295,7 +295,7 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
 
 
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
-    """Say how many times higher a rate is; with a wide interval (a loser only screened), the certain minimum."""
+    """Say how many times higher the winner's goodput is; with wide intervals, the certain minimum."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""

@@ -29,7 +29,7 @@ from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.options import program
 
 FINDINGS = Path("fuzz-findings")
-"""a folder for the bodies that no command line takes"""
+"""Folder for bodies that cannot be typed on a command line."""
 SIMULATED = simulated(
     {"step-seconds": 0.002, "prefill-rate": 50000},
     decode={"max-num-seqs": 32},
@@ -74,7 +74,7 @@ def show(report: FuzzReport, graph: GraphRecord | None) -> None:
             print(f"    {request.name}\n    {request.curl(graph.url, FINDINGS)}")
     result = f"{len(report.findings)} findings" if report.findings else "no findings"
     print(f"{report.sent} requests in {report.seconds:.0f} s: {result}")
-    print(f"canary: {report.canaries} right outputs, at most {report.longest_pause:.2f} s between tokens")
+    print(f"canary: {report.canaries} outputs, at most {report.longest_pause:.2f} s between tokens")
     print(f"the frontend's event loop was blocked for at most {report.longest_hold:.2f} s of CPU time")
 
 

@@ -204,7 +204,7 @@ def _key(client: str) -> str:
 
 
 def add_statuses(report: FuzzReport, text: str) -> None:
-    """Add the last line of the attackers' output, before any traceback. Without it, report a finding."""
+    """Add the counts in the last JSON line of the attackers' output. Without one, report a finding."""
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
             report.statuses.update(msgspec.json.decode(line, type=dict[str, int]))

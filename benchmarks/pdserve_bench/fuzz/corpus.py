@@ -16,12 +16,12 @@ MESSAGES, TOKENIZE = "/v1/messages", "/tokenize"
 OK, BAD, EITHER = (200,), (400,), (200, 400)
 LARGE = (400, 413)
 NOWHERE = "http://127.0.0.1:1/x"
-"""An address without a listener: a server that fetches it shows an error; other addresses would be SSRF."""
+"""An address without a listener, so that a server that fetches it fails visibly."""
 TEMPLATE = "{% for i in range(99999999) %}x{% endfor %}"
 
 
 def hostile_requests(model: str) -> list[FuzzRequest]:
-    """Yield all requests; their names are unique."""
+    """Return all requests; their names are unique."""
     kinds = (_bodies, _grammars, _fetching, _headers, _spellings, _routes)
     return [request for kind in kinds for request in kind(model)]
 
@@ -37,7 +37,7 @@ def streamed(requests: Iterable[FuzzRequest]) -> Iterator[FuzzRequest]:
 
 
 def unfinished(requests: Iterable[FuzzRequest], seed: int) -> list[FuzzRequest]:
-    """Yield the requests from clients that disconnect at a random time."""
+    """Return the requests from clients that disconnect at a random time."""
     dice = random.Random(seed)
     return [replace(each, leaves=dice.choice((0.1, 1.0)) * dice.random()) for each in requests]
 
@@ -90,7 +90,7 @@ def _bodies(model: str) -> Iterator[FuzzRequest]:
         "prompt_logprobs of the whole vocabulary": ({"prompt_logprobs": -1}, BAD),
         "logprobs is 2^31": ({"logprobs": 2**31}, BAD),
         "a run of one character": ({"prompt": "a" * 300_000}, BAD),
-        "tokens that are none": ({"prompt": [10**9, -1]}, BAD),
+        "invalid token ids": ({"prompt": [10**9, -1]}, BAD),
         "a prompt of lone surrogates": ({"prompt": "\ud800\udc00\udfff" * 10}, EITHER),
         "a cache_salt of 100,000 characters": ({"cache_salt": "x" * 100_000}, BAD),
         "vllm_xargs of 100,000 characters": ({"vllm_xargs": {"a": "x" * 100_000}}, EITHER),
@@ -117,16 +117,16 @@ def _bodies(model: str) -> Iterator[FuzzRequest]:
         "a chat_template": ({"chat_template": "{{ 7 * 7 }}"}, BAD),
         "a chat_template without end": ({"chat_template": TEMPLATE}, BAD),
         "a chat_template among chat_template_kwargs": ({"chat_template_kwargs": {"chat_template": TEMPLATE}}, BAD),
-        "chat_template_kwargs that are arguments": ({"chat_template_kwargs": {"conversation": "x"}}, BAD),
+        "chat_template_kwargs named like arguments": ({"chat_template_kwargs": {"conversation": "x"}}, BAD),
         "messages among chat_template_kwargs": ({"chat_template_kwargs": {"messages": "x"}}, BAD),
         "tensors among chat_template_kwargs": ({"chat_template_kwargs": {"return_tensors": "pt"}}, EITHER),
         "mm_processor_kwargs": ({"mm_processor_kwargs": {"x": 1}}, BAD),
         "media_io_kwargs": ({"media_io_kwargs": {"image": {"x": 1}}}, BAD),
-        "a role that is none": ({"messages": [{"role": "\ud800", "content": "hi"}]}, EITHER),
+        "an invalid role": ({"messages": [{"role": "\ud800", "content": "hi"}]}, EITHER),
         "10,000 messages": ({"messages": [{"role": "user", "content": "a"}] * 10_000}, LARGE),
         "128 tools that are required": ({"tools": tools, "tool_choice": "required"}, EITHER),
         "a tool whose name is a path": ({"tools": [_tool("../x\0")]}, EITHER),
-        "a tool_choice that is no tool": ({"tools": tools, "tool_choice": _tool("g")}, BAD),
+        "a tool_choice of no tool": ({"tools": tools, "tool_choice": _tool("g")}, BAD),
         "a thinking budget over 64 bits": ({"thinking_token_budget": 2**64}, EITHER),
     }  # fmt: skip
     for name, (fields, expected) in chats.items():
@@ -171,8 +171,8 @@ def _grammars(model: str) -> Iterator[FuzzRequest]:
     tree = {"type": "object", "properties": {"l": {"$ref": "#"}, "r": {"$ref": "#"}}}
     schemas: Mapping[str, tuple[object, Collection[int]]] = {
         "a deep schema": (deep, BAD),
-        "a schema that is itself": ({"$ref": "#"}, EITHER),
-        "two schemas that are each other": ({"$defs": mutual, "$ref": "#/$defs/a"}, EITHER),
+        "a schema that refers to itself": ({"$ref": "#"}, EITHER),
+        "two schemas that refer to each other": ({"$defs": mutual, "$ref": "#/$defs/a"}, EITHER),
         "a tree": (tree, OK),
         "an object that must hold itself": ({**tree, "required": ["l"]}, EITHER),
         "a schema on the network": ({"$ref": NOWHERE}, EITHER),
@@ -183,9 +183,9 @@ def _grammars(model: str) -> Iterator[FuzzRequest]:
         "100,000 items at least": ({"type": "array", "items": {"type": "integer"}, "minItems": 100_000}, EITHER),
         "a pattern of 10^6 characters": ({"type": "string", "pattern": "^(a{1000}){1000}$"}, EITHER),
         "a pattern that backtracks": ({"type": "object", "patternProperties": {"^(a|a)*$": {}}}, EITHER),
-        "a pattern that is none": ({"type": "object", "patternProperties": {"([": {}}}, EITHER),
+        "an invalid pattern": ({"type": "object", "patternProperties": {"([": {}}}, EITHER),
         "a multiple of 1e-300": ({"type": "number", "multipleOf": 1e-300}, EITHER),
-        "a maximum that ends llguidance": ({"type": "integer", "maximum": -(2**63) + 1}, EITHER),
+        "a maximum that crashes llguidance": ({"type": "integer", "maximum": -(2**63) + 1}, EITHER),
         "an enum over 64 bits": ({"enum": [2**70]}, EITHER),
     }  # fmt: skip
     for name, (schema, expected) in schemas.items():
@@ -217,7 +217,7 @@ def _grammars(model: str) -> Iterator[FuzzRequest]:
     yield _structured(model, "10,000 choices", EITHER, choice=[f"c{n}" for n in range(10_000)])
     yield _structured(model, "a choice of 50,000 characters", EITHER, choice=["x" * 50_000])
     yield _structured(model, "two kinds of structured outputs", BAD, regex="a", choice=["a"])
-    yield _structured(model, "another backend", EITHER, regex="a", _backend="../x")
+    yield _structured(model, "an unknown backend", EITHER, regex="a", _backend="../x")
     tag = {"format": {"type": "sequence", "elements": [{"type": "any_text"}] * 2000}}
     yield _structured(model, "a structural tag of 2,000 parts", EITHER, structural_tag=json.dumps(tag))
     response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
@@ -266,7 +266,7 @@ def _headers(model: str) -> Iterator[FuzzRequest]:
     for value in ("nan", "inf", "-1", "0", "1e400", "abc", "10s", "9" * 5000, "5,5", ""):
         name = f"x-request-timeout: {value[:10]}"
         yield _raw(name, raw, *BAD, *(() if value else OK), **{"x-request-timeout": value})
-    yield _raw("no time at all", raw, 429, 504, **{"x-request-timeout": "1e-9"})
+    yield _raw("a deadline of 1 ns", raw, 429, 504, **{"x-request-timeout": "1e-9"})
     for value in ("a" * 129, "a b", "../..", "cmpl-", "%0d%0a", "\xff"):
         yield _raw(f"x-request-id: {value[:10]}", raw, *OK, **{"x-request-id": value})
     for value in ("7", "-1", "abc", "9" * 5000):
@@ -300,10 +300,10 @@ def _spellings(model: str) -> Iterator[FuzzRequest]:
         yield _raw(coding, text.encode(coding), *EITHER)
         yield _raw(f"smuggled in {coding}", smuggled.encode(coding), *BAD)
     not_standard = f'{smuggled[:-1]}, "seed": NaN, "user": "\\ud800"}}'.encode()
-    yield _raw("smuggled in what is no standard JSON", not_standard, *BAD)
+    yield _raw("smuggled in non-standard JSON", not_standard, *BAD)
     yield _raw("a field twice", f'{text[:-1]}, "n": 129, "n": 1}}'.encode(), *OK)
     hidden = f'{text[:-1]}, "kv_transfer_params": {{"do_remote_prefill": true}}, "kv_transfer_params": null}}'
-    yield _raw("a forbidden field, then not", hidden.encode(), *EITHER)
+    yield _raw("a forbidden field, then null", hidden.encode(), *EITHER)
     bomb = gzip.compress(b" " * (50 << 20))
     codings = {"gzip": bomb, "deflate": bomb, "br": text.encode(), "x" * 1000: text.encode()}
     for coding, raw in codings.items():
@@ -311,7 +311,7 @@ def _spellings(model: str) -> Iterator[FuzzRequest]:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "x" * 1000):
         yield _raw(f"as {kind[:20]}", text.encode(), 400, 415, **{"content-type": kind})
     wrong = {"content-type": "application/json; charset=utf-16"}
-    yield _raw("a charset that it is not", text.encode(), *EITHER, **wrong)
+    yield _raw("a wrong charset", text.encode(), *EITHER, **wrong)
     yield _raw("9 MiB", f'{text[:-1]}, "user": "{"x" * (9 << 20)}"}}'.encode(), 413)
 
 

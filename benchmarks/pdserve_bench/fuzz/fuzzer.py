@@ -32,19 +32,19 @@ from pdserve_bench.soak.usage import UsageSnapshot, leaks, measure_usage
 CONCURRENCY = 32
 TIMEOUT = 60.0
 SETTLE = 45.0
-"""Seconds: KV of an abandoned remote prefill is kept until its lease ends."""
+"""Seconds until leftovers are findings; KV of an abandoned remote prefill is kept until its lease ends."""
 BURST_OUTPUT = 200
 """Output tokens: enough that all slots are busy at the same time."""
 BURSTS = 5
 SOURCE_ADDRESS = "127.0.0.2"
-"""Source address of fuzzed requests: they are another client than the canary to the fair queue."""
+"""Source address of fuzzed requests, because the fair queue must know them from the canary."""
 KNOWN_CASES = 8
 MAX_CANARY_WAIT = 30.0
 """Seconds that the canary may wait for a token."""
 MAX_HOLD, POLL_INTERVAL = 2.0, 0.02
-"""CPU seconds that 30 requests may block a frontend's event loop; seconds between two checks."""
+"""CPU seconds that the requests may block a frontend's event loop; seconds between two checks."""
 PACE = 0.15
-"""CPU seconds of the reference machine for a sum of five million numbers; MAX_HOLD scales with it."""
+"""CPU seconds of the reference machine for a sum of five million numbers; blocking is scaled to it."""
 TOLD_EVERY = 10.0
 GROWTH = {"blocks": 0, "sockets": 8, "files": 8, "tasks": 8, "threads": 24, "MiB": 400}
 """Tolerated growth per process: pools and allocators fill up. The soak test finds slow leaks."""

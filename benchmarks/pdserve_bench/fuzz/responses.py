@@ -59,8 +59,8 @@ def is_excused(text: str) -> bool:
 
 
 def _error_problem(path: str, status: int, answer: bytes) -> str:
-    """Check the error's format: OpenAI's, or Anthropic's on its routes. Like vLLM's server, OpenAI's is also allowed
-    there for early refusals, and FastAPI's for a wrong method or invalid JSON."""
+    """Check the error's format: OpenAI's, or Anthropic's on its routes. As with vLLM's server, early refusals
+    there may have OpenAI's, and a wrong method or invalid JSON FastAPI's."""
     try:
         found = json.loads(answer)
         error = found.get("error")
@@ -72,7 +72,7 @@ def _error_problem(path: str, status: int, answer: bytes) -> str:
             well = well and (anthropic or error["code"] == status)
     except (ValueError, LookupError, TypeError, AttributeError):
         well = False
-    return "" if well else f"an error of {status} that is none: {_short(answer)}"
+    return "" if well else f"status {status} without a valid error: {_short(answer)}"
 
 
 def _stream_problem(request: FuzzRequest, answer: bytes) -> str:
@@ -84,14 +84,14 @@ def _stream_problem(request: FuzzRequest, answer: bytes) -> str:
         try:
             last = "[DONE]" if line.endswith(b"[DONE]") else json.loads(line[5:])
         except ValueError:
-            return f"an event that is no JSON: {_short(line)}"
+            return f"an event with invalid JSON: {_short(line)}"
         error = last.get("error") if isinstance(last, dict) else None
         code = error.get("code", 500) if isinstance(error, dict) else 0
         if isinstance(code, int) and code >= 500 and not _is_excused(request, code, line):
             return f"in the stream: {_short(line)}"
     if last == "[DONE]" or (isinstance(last, dict) and _ends(last)):
         return ""
-    return f"a stream that ends without its end: {_short(answer[-300:])}"
+    return f"a stream without a last event: {_short(answer[-300:])}"
 
 
 def _ends(event: dict[str, Any]) -> bool:

@@ -59,7 +59,7 @@ def goodput(
     that is, get their first token within --ttft and have no gap between two tokens longer than --gap.
 
     Each probe sends requests at one rate for --seconds and waits until the server is idle again. From --start-rate the
-    rate is doubled or halved until one is carried and a higher one is not; then the interval is narrowed down to
+    rate is doubled or halved until one keeps the SLO and a higher one does not; then the interval is narrowed to
     --precision. The ends of the last interval are probed up to three times, until the result is certain. This takes
     three to six minutes as a rule. Ctrl-C shows the result so far.
 

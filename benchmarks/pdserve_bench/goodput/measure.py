@@ -21,7 +21,7 @@ _WARM_WITHIN = 120.0
 """Seconds until the warm-up stops waiting for first tokens."""
 _HANGS = 10.0
 """A request whose next token is this many seconds late counts as hung."""
-_LOOK = 0.2
+_POLL_INTERVAL = 0.2
 _BEAT = 0.01
 _CANARY_TIMEOUT = 30.0
 
@@ -45,11 +45,11 @@ class GoodputOptions:
     longer: float = 3.0
     """A probe at a low rate may last this many times `seconds`."""
     least: int = 0
-    """Both ends of the final interval are probed until this many requests have judged them."""
+    """Both ends of the final interval are probed until each has this many judged requests."""
 
 
 JUDGE_LATER = GoodputOptions(Slo(3600.0, 3600.0), share=0.0)
-"""A bound that never cuts a probe short."""
+"""Options that never cut a probe short."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Probe:
     hopeless: bool = False
     """Cut short because the SLO could not be kept any more; requests that were running do not count."""
     counted: bool = False
-    """Part of the search: not interrupted from outside."""
+    """Used by the search, because nothing interrupted it."""
     stall: float = 0.0
     """Longest delay of the load generator itself, in seconds."""
     foreign: float | None = None
@@ -120,7 +120,7 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
     task = asyncio.create_task(users.at(made.rate, made.seconds, made.seed).run(endpoint, run))
     try:
         while not task.done():
-            await asyncio.wait([task], timeout=_LOOK)
+            await asyncio.wait([task], timeout=_POLL_INTERVAL)
             watched.look()
             made.hopeless = watched.hopeless and not task.done()
             if made.hopeless or watched.nothing_to_learn():
@@ -148,7 +148,7 @@ async def _watch_stalls(made: Probe) -> None:
 
 
 class _Watched:
-    """A running probe: can it still change the result?"""
+    """Whether a running probe can still change the result."""
 
     def __init__(self, made: Probe, options: GoodputOptions) -> None:
         self._made, self._share, self._slo = made, options.share, made.slo

@@ -57,8 +57,8 @@ class GoodputResult:
 
     @property
     def thin(self) -> float | None:
-        """An end of the interval with too few requests (`options.least`). A broken rate is probed twice, because a busy
-        moment of the machine breaks any rate, unless hardly any request kept the SLO."""
+        """An end of the interval with too few requests (`options.least`). Unless hardly any request kept the SLO, a
+        broken rate is probed twice, because a busy moment of the machine breaks any rate."""
         least, low, high = self.options.least, self.search.carried, self.search.broken
         if low is not None and self.judged(low) < least:
             return low
@@ -100,8 +100,8 @@ async def find_goodput(
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    """At low rates probe longer, until there are twice the requests needed to be sure of a rate where all keep the SLO
-    (Wilson's interval; 49 for 90 %)."""
+    """Probe longer at low rates, for twice the requests that prove a rate at which all keep the SLO (Wilson's interval;
+    49 for 90 %)."""
     least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
     return max(options.seconds, min(least / rate, options.longer * options.seconds))
 
@@ -200,8 +200,8 @@ def _table(result: GoodputResult, probes: list[Probe]) -> Rows:
         f"Probes, by rate: Poisson arrivals for {options.seconds:g} s, {options.slo}",
         [*columns, Column("remark")],
         rows,
-        "What a hopeless probe cut short is in no share if it had broken nothing (unfinished). TTFT is of requests "
-        "that had a first token, or waited for it beyond the SLO.",
+        "No share counts requests that a hopeless probe cut short before they broke a bound (unfinished). "
+        "TTFT is of requests that had a first token, or waited for it beyond the SLO.",
     )
 
 

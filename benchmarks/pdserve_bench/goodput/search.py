@@ -1,11 +1,11 @@
 """Search the highest rate at which a share of the requests keeps an SLO. Pure: the caller runs the probes.
 
-From a start rate, step up or down by factors of at most two until one rate is carried and a higher one is not, then
-bisect the interval (logarithmically) down to the precision. A probe is a binomial sample, so it may be wrong near the
-border: the ends of the last interval are probed again with other seeds until the pooled samples are certain (Wilson's
-interval), at most `TRIES` times. If that overturns an end, the search continues from there. A non-increasing curve is
-fitted to the shares of all rates (`samples.falling`), so that contradictory samples are pooled.
-"""
+From a start rate, step up or down by factors of at most two until one rate is carried (enough requests keep the SLO)
+and a higher one is broken, then bisect the interval (logarithmically) down to the precision. A probe is a binomial
+sample, so it may be wrong near the border: the ends of the last interval are probed again with other seeds until the
+pooled samples are certain (Wilson's interval), at most `TRIES` times. If that overturns an end, the search continues
+from there. A non-increasing curve is fitted to the shares of all rates (`samples.falling`), so that contradictory
+samples are pooled."""
 
 import math
 import statistics
@@ -48,7 +48,7 @@ class _Rate:
 
 
 def _sure(kept: int, requests: int, share: float) -> bool | None:
-    """Whether surely more than the share, or surely fewer, keep the SLO; None: uncertain."""
+    """True if surely the share keeps the SLO, False if surely fewer do; None: uncertain."""
     low, high = wilson(kept, requests)
     return True if low >= share else False if high < share else None
 
@@ -156,7 +156,7 @@ class GoodputSearch:
 
     def _again(self, rate: float) -> float | None:
         """Return this rate if its samples are insufficient. A broken rate is probed twice, because a busy moment of the
-        machine can break a rate, but cannot carry one that is too high."""
+        machine can break a good rate, but cannot let a bad one be carried."""
         found = self._rates[rate]
         enough = 1 if found.share >= self.share else 2
         if len(found.samples) >= TRIES or (found.sure and len(found.samples) >= enough):

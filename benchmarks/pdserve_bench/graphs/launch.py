@@ -106,7 +106,7 @@ class ServerRun:
         return found
 
     async def says(self, words: str, say: Callable[[str], None]) -> None:
-        """Wait until the output contains `words`. Raises as `until`."""
+        """Wait until the output contains `words`. Raises like `until`."""
 
         async def said() -> bool:
             return words in self.text
@@ -185,7 +185,7 @@ class RunningGraph:
     graph: state.GraphRecord
     state_dir: Path
     clusters: Clusters | None = field(default=None, kw_only=True)
-    """The NATS and etcd clusters, if it runs on such."""
+    """The NATS and etcd clusters; None without any."""
 
     @property
     def urls(self) -> list[str]:
@@ -252,7 +252,7 @@ async def started(
     servers: Mapping[str, str] | None = None,
     adds: Sequence[Mapping[str, Mapping[str, object]]] = (),
 ) -> AsyncIterator[StartedGraph]:
-    """Start a graph and stop it as by Ctrl-C on exit. Raises ConfigError, and Unavailable with the end of the output.
+    """Start a graph; stop it with SIGINT on exit. Raises ConfigError, and Unavailable with the end of the output.
 
     `own_model` copies the model and `own_disk` mounts a small file system for the state, if possible. `thresholds`
     replaces the policy `adaptive` by a length threshold, so that remote prefills surely happen. `frontends` is a

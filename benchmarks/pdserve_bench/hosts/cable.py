@@ -46,7 +46,7 @@ class Cable:
         subprocess.run(["ip", "link", "del", self._name], capture_output=True, check=False)
 
     def limit(self, rate: str = "", loss: float = 0.0, delay: float = 0.0) -> None:
-        """Limit both directions: `rate` as in tc (1gbit), `loss` as share, `delay` in seconds; lift others."""
+        """Limit both directions: `rate` as in tc (1gbit), `loss` as share, `delay` in seconds. Lift other limits."""
         for where, device in (("", self._name), (f"{self._inside} ", "eth0")):
             self._clear(where, device)
             if rate:

@@ -179,7 +179,7 @@ class Host:
         return HostProcess(process)
 
     def processes(self) -> list[str]:
-        """All processes except the first."""
+        """Return names of all processes but the first and its `sleep`."""
         (first,) = psutil.Process(self._holder.pid).children()
         return [name for child in first.children(recursive=True) if (name := child.name()) != "sleep"]
 

@@ -5,8 +5,8 @@ from contextlib import suppress
 
 import psutil
 
-_IDLE = 0.05
-"""Tolerated disagreement of the two CPU clocks, as a share of the machine."""
+_TOLERANCE = 0.05
+"""Share of all cores by which the machine may report less CPU time than our processes."""
 
 
 class ForeignLoad:
@@ -19,7 +19,7 @@ class ForeignLoad:
         """Share of all cores used by other programs. None if the machine reports less than our own use."""
         whole = (time.monotonic() - self._began) * (psutil.cpu_count() or 1)
         foreign = (_busy() - self._busy) - (_ours() - self._ours)
-        if whole <= 0 or foreign < -_IDLE * whole:
+        if whole <= 0 or foreign < -_TOLERANCE * whole:
             return None
         return max(0.0, foreign / whole)
 

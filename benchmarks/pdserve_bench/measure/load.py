@@ -18,7 +18,7 @@ E = TypeVar("E", bound=Exchange)
 
 class ClosedLoop(Lifetime, Generic[E]):
     """A closed loop: each client sends its next request when the last one has its response. Leaving the context waits
-    for the last responses, which `send` must bound."""
+    for the last responses, so `send` must time out."""
 
     def __init__(
         self, requests: Iterator[E], send: Callable[[E], Coroutine[None, None, None]], clients: int
@@ -69,7 +69,7 @@ class ClosedLoop(Lifetime, Generic[E]):
                 await asyncio.sleep(AFTER_FAILURE)
 
     async def until(self, condition: Callable[[E], bool], count: int = 1) -> None:
-        """Wait until `count` more matching requests have ended."""
+        """Wait until `count` matching requests have ended, earlier ones included."""
         async with self._news:
             await self._news.wait_for(lambda: sum(map(condition, self.done)) >= count)
 

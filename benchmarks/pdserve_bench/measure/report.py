@@ -27,9 +27,9 @@ from pdserve.util.errors import ConfigError
 
 Cell = str | float | int | None
 PIPE_WIDTH = 110
-"""Maximal columns of a table in a pipe, unless its figures need more."""
+"""Characters per line of a table in a pipe; wide figures may exceed them."""
 _NAME, _BETWEEN = 50, 3
-"""Columns at which a text is folded, and columns between two texts."""
+"""Characters at which a text cell is folded, and characters between two columns."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Rows:
     best: int | None = None
 
     def drawn(self) -> tuple[Table, int]:
-        """Return the table and its width. Numbers and words are never broken."""
+        """Return the table and its width. Numbers and words of headings are never broken."""
         made, whole = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False), 0
         shown = [
             [Text(printable(column.shown(cell))) for column, cell in zip(self.columns, row, strict=True)]
@@ -99,7 +99,7 @@ def machine() -> dict[str, Any]:
 class Report:
     title: str
     lead: str = ""
-    """The result in one or two sentences, shown before everything else."""
+    """The result in one or two sentences, printed last."""
     tables: list[Rows] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = True
@@ -150,7 +150,7 @@ def check_outputs(*files: Path | None) -> None:
         elif file.is_dir():
             problems.append(f"{file}: is a folder; give the name of a file.")
         elif not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-            problems.append(f"{file}: must not be written by this user.")
+            problems.append(f"{file}: this user cannot write it.")
     if problems:
         raise ConfigError(problems)
 

@@ -65,8 +65,8 @@ class LoadRun:
 
     def summary(self, slo: Slo | None = None) -> dict[str, float]:
         """Return statistics: seconds, and requests or tokens per second. Gaps are between the tokens of a request
-        (ITL); `longest gap` has one sample per request. Latencies are of finished requests, rates of requests that
-        finished before `closes`, `kept` and `goodput` of all requests."""
+        (ITL); `longest gap` has one sample per request. Latencies cover finished requests; rates, those that finished
+        by `closes`; `kept` and `goodput`, all requests."""
         finished = self.of(Outcome.FINISHED)
         ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
         gaps = [gap for exchange in finished for gap in exchange.gaps]

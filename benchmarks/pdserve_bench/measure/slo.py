@@ -11,7 +11,7 @@ from pdserve.util.errors import ConfigError
 from pdserve_bench.client import Exchange, Outcome
 
 SHARE = 0.9
-"""Share of requests that must keep the SLO at a carried rate: goodput as DistServe (OSDI 2024) defines it."""
+"""Share of requests that must keep the SLO, as in DistServe's goodput (OSDI 2024)."""
 
 
 @dataclass(frozen=True)

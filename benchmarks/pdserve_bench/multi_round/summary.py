@@ -14,8 +14,9 @@ from pdserve_bench.measure.samples import percentile
 from pdserve_bench.multi_round.workload import MultiRound, Question
 
 _LATE = 0.05
-"""Seconds: TTFTs are only as precise as this program is punctual."""
+"""Seconds of this program's own delay (p99) above which the report warns."""
 _HELD = 0.01
+"""Share of questions asked late above which the report says so."""
 _SHOWN_ERRORS = 5
 _RAW = ("user", "round", "prompt_tokens", "cached_tokens", "output_tokens", "prefill", "error")
 
@@ -36,7 +37,7 @@ class MultiRoundResult:
 
     def lines(self) -> list[tuple[str, str]]:
         """The summary's names and values as printed by multi-round-qa, for comparison: rates count from the first
-        question until the last response. (There, failed requests stay in flight forever.)"""
+        question until the last response. (multi-round-qa counts failed requests as in flight.)"""
         run, finished, figures = self.run, self.finished, self.run.summary()
         none = "" if finished else "none"
         begin = min((question.started for question in finished), default=run.began)

@@ -45,7 +45,7 @@ WAYS = (
 
 
 def arm_of(name: str, slo: Slo) -> Arm:
-    """Return the settings with this SLO."""
+    """Return the arm with this SLO."""
     return Arm(name, slo_settings(SloTargets(slo.ttft, slo.gap)))
 
 
@@ -59,7 +59,7 @@ class Switch:
     @classmethod
     @asynccontextmanager
     async def on(cls, registry: Registry) -> AsyncIterator["Switch"]:
-        """Apply an arm; restore the earlier settings on exit."""
+        """Yield a switch; restore the earlier settings on exit."""
         found = await registry.read(keys.SETTINGS)
         before = {key.removeprefix(keys.SETTINGS): value.decode() for key, value in found.items()}
         try:
@@ -73,7 +73,7 @@ class Switch:
 
 
 async def replace_settings(registry: Registry, settings: Mapping[str, str]) -> None:
-    """Replace the graph's live settings; others are as in the file."""
+    """Replace all live settings of the graph; the file's values apply to the rest."""
     for key in await registry.read(keys.SETTINGS):
         if key.removeprefix(keys.SETTINGS) not in settings:
             await registry.delete(key)

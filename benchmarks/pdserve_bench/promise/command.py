@@ -45,8 +45,8 @@ def promise(
     json: Json = None,
 ) -> int:
     """Measure what a promise (SLO) gains: run the running graph without SLO and with each of several, set as live
-    settings, at each rate (Poisson arrivals), then all of it again in reverse order. Each SLO judges its own arm and
-    the one without. The settings are restored at the end. Nothing else should use the graph.
+    settings, at each rate (Poisson arrivals), then all of it again in reverse order. Each SLO is judged where it is
+    set and where none is. The settings are restored at the end. Nothing else should use the graph.
 
     examples:
       pdserve bench promise                                             three promises in eight minutes
@@ -89,7 +89,7 @@ def _promise(text: str) -> tuple[str, Slo]:
     ttft, _, gap = bounds.partition("/")
     try:
         if not name or name in {arm.name for arm in (OFF, *WAYS)}:
-            raise ValueError("it needs a name of its own")
+            raise ValueError("its name is missing or reserved")
         return name, Slo(parse_duration(ttft), parse_duration(gap))
     except ValueError as error:
         raise ConfigError([f"--promise {text}: {error}; write it as {PROMISES[0]}."]) from None

@@ -15,7 +15,7 @@ Figures = Mapping[str, float | None]
 
 
 def figures(slo: Slo, probes: Sequence[Probe]) -> dict[str, float | None]:
-    """Combine windows; times in ms. Refused and failed requests have kept nothing and have no times."""
+    """Combine windows; times in ms. Refused and failed requests do not keep the SLO and have no times."""
     tally = sum((Tally.of(slo, made.run.exchanges, made.run.ended) for made in probes), Tally())
     finished = [each for made in probes for each in made.run.of(Outcome.FINISHED)]
     gaps = [each.gaps for each in finished if each.gaps]
@@ -126,7 +126,7 @@ def _lead(result: ArmsRun) -> str:
     for name, slo in result.promises.items():
         found = [(arm, goodput(slo, arm, result)) for arm in _judged(name, result)]
         parts.append(f"{name}: " + ", ".join(f"{_shown(arm)} {_around(search)}" for arm, search in found))
-    return f"Goodput, req/s at which {SHARE:.0%} keep it: {'; '.join(parts)}."
+    return f"Goodput, req/s at which {SHARE:.0%} keep the SLO: {'; '.join(parts)}."
 
 
 def _notes(result: ArmsRun) -> list[str]:

@@ -35,7 +35,7 @@ SIMULATED = simulated(
 LENGTHS = {"sim": (8, 1200), "real": (8, 400)}
 """Prompt lengths in tokens, below and above the threshold for remote prefill."""
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc settings: freed memory is returned at once, so that resident memory is what is held."""
+"""glibc settings: freed memory is returned at once, so that resident memory is memory in use."""
 SETTLE = 60.0
 LEASE = 40.0
 

@@ -110,7 +110,7 @@ class MixedLoad:
         return status
 
     async def _late(self) -> int:
-        """Set a deadline that passes at once, before the first token or during the stream, or is refused."""
+        """Set a short deadline: the request is refused, or ends before the first token or mid-stream."""
         seconds = self._dice.choice((0.001, 0.02, 0.1, 0.4)) * (0.5 + self._dice.random())
         body = self._body(stream=self._dice.random() < 0.5, max_tokens=1000)
         status, answer = await self._ask(body, {"x-request-timeout": f"{seconds:.4f}"})

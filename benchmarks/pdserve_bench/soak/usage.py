@@ -14,11 +14,11 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.graphs.watch import held, read_loads, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
-"""Tolerated growth. Threads: pools (asyncio, gRPC) fill on demand. MiB: allocators; a leak of 10 KB per request over
-thousands of requests exceeds it. Sockets: a metrics scrape or an etcd call may be in progress."""
+"""Tolerated growth. Thread pools (asyncio, gRPC) fill on demand. Allocators keep freed memory, but a leak of 10 KB per
+request exceeds the MiB after thousands of requests. A metrics scrape or an etcd call may use a socket."""
 ENGINE_MIB = 96
-"""For vLLM's own processes: on a CPU the computing one grows for about 4,000 requests and then stops (small blocks,
-probably oneDNN's state for new shapes)."""
+"""Tolerated MiB of a role's child process, because vLLM's engine core on a CPU grows for about 4,000 requests (small
+blocks, probably oneDNN's state for new shapes)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ async def measure_usage(
 
 
 def _below(role: psutil.Process) -> Iterator[tuple[str, Usage]]:
-    """Return an engine's own processes."""
+    """Yield the processes below a role's, such as vLLM's engine core."""
     for number, child in enumerate(role.children(recursive=True)):
         with suppress(psutil.Error, OSError):  # it has ended meanwhile
             yield f"child {number}", _of(child)

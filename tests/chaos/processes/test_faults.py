@@ -252,7 +252,7 @@ async def test_a_fault_without_effect_is_a_failure(
     assert await kill_workers(scene) is not None
     await failures(replace(scene, remote=True), 1.0)
     assert scene.amiss == [
-        "none of its own requests was in flight",
+        "none of the feature's requests was in flight",
         "killed 0 workers, and 0 while they started",
         "0 of 0 remote prefills failed",
     ]

@@ -78,7 +78,7 @@ async def _ask(scene: Scene, prompt: Sequence[int], source: str = "") -> Exchang
 
 
 async def _wait_of_polite(scene: Scene) -> float:
-    """Time a short request; a refused one counts as the patience."""
+    """Return the seconds of a short request; at least `patience` if it failed."""
     exchange = await _ask(scene, [400, 401], POLITE)
     waited = exchange.ended - exchange.started
     return max(waited, scene.options.patience) if exchange.error else waited

@@ -99,7 +99,7 @@ async def remove_state(scene: Scene) -> float | None:
     recovered = await scene.recovery()
     with suppress(TimeoutError):
         async with asyncio.timeout(BACK_WITHIN):
-            while not all((folder / name).exists() for name in there):  # noqa: ASYNC110 (files)
+            while not all((folder / name).exists() for name in there):  # noqa: ASYNC110 (polls files)
                 await asyncio.sleep(0.1)
     if missing := sorted(name for name in there if not (folder / name).exists()):
         scene.amiss.append(f"not recreated: {', '.join(missing)}")

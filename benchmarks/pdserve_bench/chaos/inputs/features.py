@@ -69,7 +69,7 @@ async def play(scene: Scene, feature: Trial) -> float | None:
     await running
     compare(scene, [each.error or each.tokens for each in asked], right)
     if feature.enough is any and not any(each.prefill == "remote" for each in asked):
-        scene.amiss.append("none of its own requests was prefilled remotely")
+        scene.amiss.append("none of the feature's requests was prefilled remotely")
     after = await _counted(scene, feature.series)
     if feature.series and not any(after[name] > before.get(name, 0) for name in after):
         scene.amiss.append(f"metric did not grow: {' with '.join(feature.series)}")
@@ -97,16 +97,18 @@ def begin(scene: Scene, bodies: Sequence[Body]) -> "tuple[list[Exchange], asynci
 def count_running(scene: Scene, asked: Sequence[Exchange]) -> None:
     """Check that requests are in flight when the fault happens."""
     running = sum(not each.ended for each in asked)
-    scene.say(f"{running} requests of its own in flight")
+    scene.say(f"{running} of the feature's requests in flight")
     if not running:
-        scene.amiss.append("none of its own requests was in flight")
+        scene.amiss.append("none of the feature's requests was in flight")
 
 
 def compare(scene: Scene, found: Sequence[object], right: Sequence[list[int]]) -> None:
-    """`found` has tokens, or an error text."""
+    """Record wrong outputs. An entry of `found` is tokens or an error text."""
     for each, expected in zip(found, right, strict=True):
         if each != expected:
-            scene.amiss.append(f"a request of its own: {each if isinstance(each, str) else 'wrong tokens'}")
+            scene.amiss.append(
+                f"a request of the feature: {each if isinstance(each, str) else 'wrong tokens'}"
+            )
 
 
 def of_text(scene: Scene, count: int = AT_ONCE) -> list[Body]:
@@ -136,7 +138,7 @@ def _conversations(scene: Scene) -> list[Body]:
 
 
 async def _begin_conversations(scene: Scene, bodies: Sequence[Body]) -> None:
-    """Ask the first questions, then enough others that their KV is evicted from the prefix caches."""
+    """Ask the first questions, then enough others to evict the first ones' KV from the prefix caches."""
     first = [{**body, "prompt": body["prompt"][:1000], "max_tokens": 8} for body in bodies]  # type: ignore[index]
     others = [{**body, "cache_salt": f"others {turn}"} for turn in range(3) for body in first]
     for body in (*first, *others):
@@ -207,7 +209,7 @@ async def batch(scene: Scene) -> float | None:
         name = (await client.post("/batches", json=asked)).json()["id"]
     async with asyncio.timeout(scene.options.recover_within):
         begun = await _until(scene, name, lambda found: found["request_counts"]["completed"] >= LINES // 5)
-    scene.say(f"killing what works on a batch: {begun['request_counts']}")
+    scene.say(f"killing the frontend that works on a batch: {begun['request_counts']}")
     holder = _holder(folder / "lock")
     frontends = await scene.watch.instances(Role.FRONTEND)
     victim = next(Victim(each.id, each.pid) for each in frontends if each.pid == holder)
@@ -272,19 +274,19 @@ FEATURES: tuple[Fault, ...] = (
     ),
     _fault(
         "draft-kill",
-        "one decode worker of those that look drafts up: SIGKILL in the middle of answers",
+        "one decode worker that speculates with n-grams: SIGKILL in the middle of answers",
         Trial(of_text, _kill_decode, key="speculative-config", series=_ACCEPTED),
         {"VllmWorker": {"speculative-config": _DRAFTS}},
     ),
     _fault(
         "offload-decode-kill",
-        "one decode worker: SIGKILL while conversations go on whose KV came from host memory",
+        "one decode worker: SIGKILL during conversations whose KV came from host memory",
         _CONVERSATIONS,
         _OFFLOAD,
     ),
     _fault(
         "offload-prefill-kill",
-        "one prefill worker: SIGKILL while it takes conversations up from host memory",
+        "one prefill worker: SIGKILL while it loads conversations from host memory",
         replace(_CONVERSATIONS, strike=_kill_prefill, enough=any),
         _OFFLOAD,
     ),

@@ -72,7 +72,7 @@ async def spread(scene: Scene) -> float | None:
         await scene.watch.registry.delete(name)
     recovered = await scene.recovery()
     lines = _lines(logs) - before - quiet * (time.monotonic() - began)
-    scene.say(f"about {max(0, lines):.0f} log lines because of it")
+    scene.say(f"about {max(0, lines):.0f} log lines because of the garbage")
     if lines > MAX_LOG_LINES:
         scene.amiss.append(f"some {lines:.0f} lines of log about garbage")
     if dead := [f"{port} of {owner}" for host, port, owner in ports if not _connects(host, port)]:

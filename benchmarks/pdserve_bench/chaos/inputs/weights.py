@@ -27,9 +27,7 @@ async def mix(scene: Scene) -> float | None:
     """Switch to other weights and back, starting with another role each time."""
     running = scene.running
     if not isinstance(running, StartedGraph) or running.model is None:
-        raise Cannot(
-            "only with a copy of the model's folder: of a graph started here, with a small local model"
-        )
+        raise Cannot("needs a copy of the model's folder: start the graph here, with a small local model")
     if not scene.remote:
         raise Cannot("the graph has no prefill workers")
     with _other_weights(running.model):
@@ -95,6 +93,6 @@ def turned(file: bytes) -> bytes:
 
 MIXED_WEIGHTS = Fault(
     "mixed-weights",
-    "other weights in the model's folder, the prefill workers restarted, then decode; and back, decode first",
+    "other weights in the model's folder; restart of prefill, then decode workers; and back, decode workers first",
     mix,
 )

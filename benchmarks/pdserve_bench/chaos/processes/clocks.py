@@ -21,12 +21,12 @@ from pdserve_bench.graphs.launch import CUTTABLE, PDSERVE, ServerRun
 from pdserve_bench.graphs.watch import total
 
 OFFSETS = (5.0, -40.0)
-"""Seconds; the second offset is longer than a lease."""
+"""Seconds; the second offset is longer than etcd and KV leases."""
 READY_WITHIN = 180.0
 TOLERATED = 0.1
 """Share of remote prefills that may fail. Clocks alone cause none, but the machine may be slow."""
 DEADLINE = {"x-request-timeout": "30"}
-"""Shorter than the clock errors, so comparing times of day between processes would expire it."""
+"""Shorter than the largest clock error, so comparing times of day between processes would expire it."""
 WORK = {
     Role.PREFILL: "pdserve_prefill_queue_wait_seconds_count",
     Role.DECODE: "pdserve_prefill_total",

@@ -70,8 +70,8 @@ _WHAT = {
     Harm.CORE_KILL: f"SIGKILL of the engine core, {IN_A_ROW:g} s apart",
     Harm.HANG: "SIGSTOP, and SIGCONT after --hold seconds",
     Harm.CUT: "no packet in or out for --hold seconds",
-    Harm.DAMAGE: "SIGKILL, and before it is back half of each of its files is lost, the rest zeros",
-    Harm.DRAIN: "SIGTERM, and back",
+    Harm.DAMAGE: "SIGKILL, then a restart with each file cut to half its size, all zeros",
+    Harm.DRAIN: "SIGTERM, then a restart",
 }
 _ROLES = {
     Target.ALL_PREFILL: ("prefill",),
@@ -133,7 +133,7 @@ def _group(pid: int, supervisor: int) -> int:
 
 
 async def harm(scene: Scene, target: Target, how: Harm, victim: Victim | None = None) -> float | None:
-    """Return the longest recovery of all rounds, in seconds. `victim` selects one by name."""
+    """Harm round by round; return the longest recovery in seconds, None after a timeout. `victim`: the only one."""
     running, slowest = scene.running, 0.0
     instances = await scene.watch.instances()
     rounds = [[victim]] if victim else find(target, scene.turn, instances, running.graph.pid)
@@ -167,7 +167,7 @@ async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
 async def injected(
     how: Harm, victims: Sequence[Victim], supervisor: int, state_dir: Path, beside: Sequence[int] = ()
 ) -> AsyncIterator[None]:
-    """Hang or cut the victims until the context exits; end the others first. `beside`: processes not started by the
+    """A hang or cut lasts until the context exits; other harms happen on entry. `beside`: processes not started by the
     supervisor, cut from the victim too. Raises Cannot, and LookupError if a victim has ended by itself."""
     match how:
         case Harm.KILL:
@@ -179,7 +179,7 @@ async def injected(
                 await asyncio.sleep(IN_A_ROW)
             yield
         case Harm.DAMAGE:
-            _send(victims, signal.SIGSTOP)  # so that it is not restarted before
+            _send(victims, signal.SIGSTOP)  # so that none restarts before the damage
             for victim in victims:
                 damage(state_dir / "servers" / victim.name)
             _send(victims, signal.SIGKILL)
@@ -221,8 +221,8 @@ def _send(
 
 
 def damage(data: Path) -> None:
-    """Truncate each file to its synced part. If a server has no files, put a file in place of its folder: NATS, whose
-    streams are in memory, does not start on that."""
+    """Cut each file to half its size, all zeros, as if unsynced. Without files, put files in place of folders: NATS,
+    whose streams are in memory, does not start on those."""
     files = [path for path in data.rglob("*") if path.is_file()]
     for path in files:
         half = path.stat().st_size // 2

@@ -57,7 +57,7 @@ async def _vanish(scene: Scene, role: str, seconds: float) -> float | None:
 
 
 async def _use(scene: Scene) -> float | None:
-    """Check that hosts with wrong clocks, which they have from the start, are used."""
+    """Check that hosts whose clocks are wrong from the start are used."""
     scene.victims += WRONG_CLOCKS
     before = await _worked(scene)
     await failures(scene, TOLERATED)
@@ -79,7 +79,7 @@ async def _worked(scene: Scene) -> dict[str, float]:
 
 
 async def _recovery(scene: Scene) -> float | None:
-    """Restart places that ended by themselves, as systemd would, and record each as a failure."""
+    """Restart processes that ended by themselves, as systemd would, and record each as a failure."""
     graph = _graph(scene)
     for place in graph.ended():
         scene.amiss.append(f"{place.name} ended by itself with {place.process.poll()}")
@@ -129,7 +129,7 @@ def _faults() -> tuple[Fault, ...]:
             (
                 "vanish",
                 AWAY_SECONDS,
-                f"and is back {AWAY_SECONDS:g} s later, at another address where it is no server's",
+                f"and is back {AWAY_SECONDS:g} s later, at another address (servers: at the same)",
             ),
             ("restart", 0.0, "and is back at once, at another address"),
         )

@@ -21,11 +21,11 @@ from pdserve_bench.graphs.clusters import Clusters, EtcdMember, NatsMember, addr
 from pdserve_bench.graphs.launch import StartedGraph, started
 
 MAJORITY_HOLDS = 2.5
-"""The majority is lost for this many times --hold: 30 s."""
+"""Outage of the majority in units of --hold (default: 30 s)."""
 CHECKED_REQUESTS = 24
 """Requests after the recovery that are checked for remote prefill."""
 MIN_REMOTE_SHARE = 0.4
-"""Minimal share of them that is prefilled remotely; two of three prompts are long enough."""
+"""Minimal remotely prefilled share of these requests; two of three prompts are long enough."""
 WHOLE_WITHIN = 60.0
 POLL_INTERVAL = 0.25
 
@@ -48,11 +48,11 @@ def _clusters(scene: Scene) -> Clusters:
     return scene.running.clusters
 
 
-# which member
+# leaders
 
 
 async def _led(clusters: Clusters) -> list[ClusterInfo]:
-    """Return the prefill queue's stream and consumer, as reported by a member that responds; empty without one."""
+    """Return the replicas of the prefill queue's stream and consumer as a member reports them; empty without one."""
     for member in clusters.nats:
         with suppress(*PASSING, ValueError):
             async with short_connection(member.url) as client:
@@ -66,7 +66,7 @@ async def _led(clusters: Clusters) -> list[ClusterInfo]:
 async def _named(
     members: Sequence[EmbeddedServer], name: Callable[[], Awaitable[str | None]]
 ) -> EmbeddedServer:
-    """Wait for a leader and return the member."""
+    """Wait until `name` returns a member's name, and return that member."""
     async with asyncio.timeout(WHOLE_WITHIN):
         while True:
             leader = await name()
@@ -116,7 +116,7 @@ async def _etcd_leader(clusters: Clusters) -> EmbeddedServer:
     return await _named(clusters.etcd, name)
 
 
-# what is done to it
+# faults
 
 
 async def harm_leader(
@@ -179,7 +179,7 @@ def _victim(scene: Scene, member: EmbeddedServer) -> Victim:
 async def _until_whole(clusters: Clusters) -> None:
     """Wait until all members have the same data."""
     async with asyncio.timeout(WHOLE_WITHIN):
-        while not await _whole(clusters):  # noqa: ASYNC110 (servers)
+        while not await _whole(clusters):  # noqa: ASYNC110 (polls servers)
             await asyncio.sleep(POLL_INTERVAL)
 
 
@@ -208,12 +208,12 @@ async def _recovery(scene: Scene) -> float | None:
 
 _LEADERS: tuple[tuple[str, str, Callable[[Clusters], Awaitable[EmbeddedServer]]], ...] = (
     ("nats-stream", "the leader of the prefill queue's stream", partial(_leader_of, 0)),
-    ("nats-consumer", "the leader of its consumer", partial(_leader_of, 1)),
-    ("nats-meta", "the leader of NATS itself", _meta_leader),
+    ("nats-consumer", "the leader of the prefill queue's consumer", partial(_leader_of, 1)),
+    ("nats-meta", "JetStream's meta leader", _meta_leader),
     ("etcd-leader", "etcd's leader", _etcd_leader),
 )
 _DONE = {
-    Harm.KILL: "SIGKILL, and back",
+    Harm.KILL: "SIGKILL, then a restart",
     Harm.HANG: "SIGSTOP, and SIGCONT after --hold seconds",
     Harm.CUT: "no packet in or out for --hold seconds",
 }

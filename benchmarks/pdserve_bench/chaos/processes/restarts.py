@@ -30,7 +30,7 @@ AFTER_DRAIN = 20.0
 
 
 async def kill_workers(scene: Scene) -> float | None:
-    """Never kill two serving workers within two seconds, because a request that has lost two workers is quarantined."""
+    """Kill a serving worker every 3 to 6 s, not faster, because a request that lost two workers is quarantined."""
     dice = random.Random(scene.options.seed)
     end = time.monotonic() + KILLING_HOLDS * scene.options.hold
     due, killed, young = 0.0, 0, 0

@@ -1,5 +1,5 @@
-"""Stall the engine of one worker beside idle ones, for less time than after which it is killed: requests go to the
-others within seconds, and to this worker again when it continues."""
+"""Stall the engine of one worker beside idle ones, too briefly for a kill: requests go to the others within seconds,
+and to this worker again when it continues."""
 
 import asyncio
 import os
@@ -64,14 +64,14 @@ def _engine_of(victim: Victim, section: DecodeConfig | PrefillConfig | None) -> 
         return core_of(victim).group, signal.SIGSTOP, signal.SIGCONT
     number = sim_model(section.engine_args).stop_signal if section and section.engine == "sim" else 0
     if not number:
-        raise Cannot(f"{victim.name} has no engine core below it (`stop-signal` for a simulated engine)")
+        raise Cannot(f"{victim.name} has no engine core below it (a simulated engine needs `stop-signal`)")
     return victim.group, number, number
 
 
 async def _says(scene: Scene, victim: Victim, within: float) -> bool:
     with suppress(TimeoutError):
         async with asyncio.timeout(within):
-            while not any(  # noqa: ASYNC110 (etcd)
+            while not any(  # noqa: ASYNC110 (polls etcd)
                 each.id == victim.name and each.stalled for each in await scene.watch.instances()
             ):
                 await asyncio.sleep(POLL_INTERVAL)

@@ -21,7 +21,7 @@ MAX_WAIT = 10.0
 
 
 async def delete_keys(scene: Scene) -> float | None:
-    """Delete every process's keys, wait until they are back, then overwrite them, four times in all."""
+    """Delete every process's keys, then overwrite them, twice each, and wait each time until they are back."""
     before = {instance.id: instance.pid for instance in await scene.watch.instances()}
     for number in range(4):
         there = await _own_keys(scene)
@@ -33,7 +33,7 @@ async def delete_keys(scene: Scene) -> float | None:
         if missing := await _not_back(scene, there):
             scene.amiss.append(f"keys not recreated within {BACK_WITHIN:g} s: {', '.join(missing)}")
         await asyncio.sleep(scene.options.hold / 3)
-    scene.say(f"{len(there)} keys deleted and overwritten, {number + 1} times in all")
+    scene.say(f"{len(there)} keys deleted and overwritten, twice each")
     recovered = await scene.recovery()
     if gone := before.items() - {(each.id, each.pid) for each in await scene.watch.instances()}:
         scene.amiss.append(f"healthy processes ended: {', '.join(sorted(name for name, _ in gone))}")
@@ -87,7 +87,7 @@ async def take_nats(scene: Scene) -> float | None:
 
 
 async def _until_said(scene: Scene, since: float) -> float | None:
-    """Return when all had reported it; None if some had not after --hold seconds."""
+    """Return the time by which all had reported the loss; None after --hold seconds."""
     while (now := time.monotonic()) < since + scene.options.hold:
         if all(worker.queue_lost for worker in await scene.watch.instances(Role.PREFILL)):
             return now
