@@ -22,7 +22,7 @@ from pdserve.runtime.tasks import Work
 from pdserve.util.errors import EngineDead
 
 MAX_UNTAKEN = 3 * POLL_INTERVAL
-"""Seconds within which a worker with free capacity pulls the next prompt from the queue."""
+"""Seconds after which an own prompt counts as untaken: a worker with free capacity would have pulled it."""
 
 
 class BothWorker(DecodeWorker):

@@ -1,5 +1,5 @@
-"""Runs each request at a decode worker: local or remote prefill, into the engine, and its tokens back to the frontend,
-in one message for each engine step and frontend.
+"""Runs each request at a decode worker: prefills its prompt locally or remotely, hands it to the engine, and sends its
+tokens to the frontend, in one message for each engine step and frontend.
 
 Requests that are cancelled, fail, or lose their frontend or engine are in `replies.py`."""
 
@@ -136,7 +136,7 @@ class RequestRunner:
         return first
 
     def _decide(self, request: DecodeRequest) -> Decision:
-        """Choose local or remote prefill. Estimates for later requests count this one from here on."""
+        """Choose local or remote prefill. Estimates for later requests count this request from here on."""
         submit, settings = request.submit, self.settings.current
         prompt, depth = len(submit.prompt), self.remote.publisher.ahead(submit.client)
         hit = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0

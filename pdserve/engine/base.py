@@ -92,7 +92,7 @@ class Output:
     """On the first output of a request with `kv`: whether this engine computed the prompt, because its KV could not be
     read."""
     begun: float | None = None
-    """On the first output of a request: monotonic time at which the engine, with room and the KV, began to compute;
+    """On the first output of a request: monotonic time at which the engine, having room and the KV, began to compute;
     None: unknown."""
     raw: Any = None
     """The engine's own output, for `pack`."""
@@ -162,7 +162,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Let the prefill engine free `kv`, which will not be read. Does not wait, and does not fail if it is gone."""
+        """Let the prefill engine free `kv`, which will not be read. Does not wait; ignores an engine that is gone."""
 
     @abstractmethod
     async def read_ahead(self, kv: KvHandle, skip: int) -> None:
@@ -212,7 +212,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def watch(self) -> None:
-        """Raises EngineDead when the engine's processes are gone, whatever its other calls do; never returns."""
+        """Raises EngineDead when the engine's processes are gone, even while its other calls hang; never returns."""
 
     @abstractmethod
     async def probe(self) -> None:

@@ -11,7 +11,7 @@ REMEMBERED = 10_000
 
 
 class Leases:
-    """The scheduler updates it before it frees blocks; the side channel's thread reads it. Keys are ids of prefills."""
+    """The scheduler updates this before it frees blocks; the side channel's thread reads it. Keys: prefill ids."""
 
     def __init__(self) -> None:
         self._held: set[str] = set()

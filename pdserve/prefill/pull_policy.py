@@ -22,11 +22,11 @@ from pdserve.queue.depth import Puller
 PULL_WAIT = 5.0
 """Seconds that one pull waits for a prompt."""
 STEPS_AHEAD = 2
-"""Engine steps of prompt tokens to have in the engine, so that it never waits for the next prompt. The others stay in
-the queue, where another worker can pull them."""
+"""Engine steps of prompt tokens to have in the engine, so that it never waits for the next prompt. Other prompts stay
+in the queue, where another worker can pull them."""
 FEW_PROMPTS = 3
-"""With fewer prompts than this in the engine, one step of tokens is enough: pulling the next takes little time against
-computing them, and another client's prompt may come before it."""
+"""With fewer prompts than this in the engine, one step of tokens is enough: the next prompt is pulled much faster than
+these are computed, and another client's prompt may still get ahead of it."""
 POLL_INTERVAL = 0.1
 """Seconds between two pulls of a worker with streams from a queue that seems empty."""
 STREAM_SHARE = 0.5

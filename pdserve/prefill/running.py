@@ -31,7 +31,7 @@ class RunningPrefill:
     """Seconds in the queue until the first delivery."""
     started: float = field(default_factory=time.monotonic)
     begun: float | None = None
-    """Monotonic time at which the engine began to compute it; None: unknown."""
+    """Monotonic time at which the engine began to compute the prompt; None: unknown."""
 
     @property
     def request(self) -> PrefillRequest:

@@ -119,7 +119,7 @@ async def _first_tokens(engine: Engine) -> None:
 
 class EngineWatch:
     def __init__(self, engine: Engine, gpus: Collection[int] = ()) -> None:
-        """`gpus`: their indices, as NVML counts."""
+        """`gpus`: the engine's GPUs, by their NVML indices."""
         self.stalled = False
         """The engine neither replies nor computes."""
         self.on_change: Callable[[], None] = lambda: None

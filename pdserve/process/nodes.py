@@ -117,7 +117,7 @@ class Follower(Lifetime):
     leader: NodeLeader
 
     def __init__(self, registry: Registry, place: str, expected: NodeLeader, record: NodeFollower) -> None:
-        """`expected`: the leader's record by this host's file."""
+        """`expected`: the leader's record that this host's file would give."""
         self.record = record
         self._expected = expected
         self._registry = registry

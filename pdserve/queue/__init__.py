@@ -29,7 +29,7 @@ def connect(
 
 async def check(nats: str, credentials: Credentials | None = None, of_cluster: bool = False) -> None:
     """Connect once as the graph's processes do. Raises QueueUnavailable if NATS does not answer, and ConfigError if it
-    cannot serve this graph: no JetStream, other credentials, or not `of_cluster`."""
+    cannot serve this graph: no JetStream, other credentials, or no cluster although `of_cluster`."""
     from pdserve.queue.jetstream.stream import check_once
 
     await check_once(nats, credentials.client if credentials else None, of_cluster)

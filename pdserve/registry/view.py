@@ -207,7 +207,7 @@ class RegistryView(Lifetime):
                 records.apply(change)
 
     def _record_loss(self, worker: Instance, before: int) -> None:
-        """Record the end of a lease, unless the worker drained. `before` is the number of workers before."""
+        """Record the end of a lease, unless the worker drained. `before`: number of workers before it."""
         if worker.role is not Role.FRONTEND and not worker.draining:
             self._lost[worker.id] = worker, time.monotonic(), before
 

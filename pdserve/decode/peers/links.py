@@ -84,7 +84,7 @@ class KvLinks:
             HANDSHAKE_FAILURES.labels(self.workers.model, worker).inc()
 
     def states(self) -> list[LinkState]:
-        """One for each registered prefill worker."""
+        """The state of the link to each registered prefill worker."""
         requests = Counter(
             request.prefiller for request in self.requests.clients() if request.needs_prefill_worker
         )

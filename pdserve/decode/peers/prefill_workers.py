@@ -85,7 +85,7 @@ class PrefillWorkers:
     _untaken: UntakenPrompts = field(default_factory=UntakenPrompts)
     _registered: list[Instance] = field(default_factory=list)
     _newcomers: list[Instance] = field(default_factory=list)
-    """Both are cached by the view's version, because each request asks and there may be hundreds of workers."""
+    """Cached, like `_registered`, by the view's version: each request asks, and there may be hundreds of workers."""
     _version: int = -1
 
     # which are available

@@ -84,7 +84,7 @@ class PrefillTimeout:
         """Prompt tokens of an average request; 0: none was measured."""
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """Record a prefill of `tokens` that took `seconds` in the prefill engine, beside others."""
+        """Record a prefill of `tokens` that took `seconds` in the prefill engine, perhaps beside other prompts."""
         if seconds <= 0:
             return
         rate = tokens / seconds

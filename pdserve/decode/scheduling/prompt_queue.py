@@ -33,7 +33,7 @@ class _Waiting(Generic[T]):
 class PromptQueue(Generic[T]):
     def __init__(self) -> None:
         self._queues: dict[str, list[_Waiting[T]]] = {}
-        """By client, in round-robin order. None is empty."""
+        """By client, in round-robin order. No list is empty."""
 
     def add(self, client: str, item: T, due: float = math.inf, needs: float = 0.0) -> None:
         self._queues.setdefault(client, []).append(_Waiting(item, due, needs))

@@ -374,7 +374,7 @@ class SimEngine(SimAdapters, Engine):
         self._work.set()
 
     def _receive(self, request: SimRequest, kv: KvHandle, first: int, contents: list[int]) -> None:
-        """As in vLLM, the last token of the prompt is computed by this engine."""
+        """Record that the KV was read. As in vLLM, this engine computes the last token of the prompt."""
         before, request.computed = request.computed, len(request.prompt) - 1
         request.pulled = request.computed - before
         expected = request.whole[first : kv.num_tokens // self._model.block_size]

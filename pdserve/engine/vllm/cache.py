@@ -73,7 +73,7 @@ class CacheMirror(Lifetime):
                 self.clear()
 
     def _store_in_host(self, event: api.BlockStored) -> None:
-        """The event has no tokens, but the block was in the cache before."""
+        """Record blocks in host memory. The event has no tokens, but the blocks were in the cache before."""
         for block in event.block_hashes:
             if block in self._blocks:
                 self.prefixes.add(*self._blocks[block], host=True)

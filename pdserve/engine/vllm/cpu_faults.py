@@ -54,8 +54,8 @@ def rank_without_compiler() -> None:
 
 def verify_drafts() -> None:
     """Repeat each request's parameters for its drafts in torch, because vLLM's CPU kernel writes them into a copy that
-    is dropped. Constrain no logits without drafts. Reject drafts of -1, with which vLLM pads the first step of a
-    request whose KV was read, because the CPU kernel would read their probability outside of the tensor."""
+    is dropped. Skip the constraints in a step without drafts. Reject drafts of -1, with which vLLM pads the first step
+    of a request whose KV was read, because the CPU kernel would read their probability outside of the tensor."""
     constrain = rejection_sampler.apply_sampling_constraints
     verify = rejection_sampler._rejection_random_sample
 

@@ -147,8 +147,8 @@ class VllmProcess:
             _fork_this_process()
             if "distributed-executor-backend" not in self._spec.engine_args:
                 api.compute_in_core(self.config)
-        # Imported modules stay. Frozen, they cost no time in full collections (300 ms and more), and the engine's
-        # processes go on sharing their memory with this one.
+        # Imported modules stay. Frozen, they cost no time in full garbage collections (300 ms and more), and forked
+        # processes go on sharing the modules' memory with this one.
         gc.collect()
         gc.freeze()
         try:

@@ -37,7 +37,7 @@ _REMEMBERED = 100_000
 @dataclass(eq=False)
 class RunningRequest:
     request_id: str
-    """The worker's id."""
+    """Its id at the worker."""
     prompt: list[int]
     body: list[bytes]
     after: Sequence[int] = ()
@@ -50,7 +50,7 @@ class RunningRequest:
     adapter: int = 0
     """Id of its LoRA adapter; 0: none."""
     engine_id: str = ""
-    """The engine's id; a restarted request gets a new one."""
+    """Its id in the engine; a restart gives a new one."""
     restarts: int = 0
     began: bool = False
     """Whether it has its first token."""

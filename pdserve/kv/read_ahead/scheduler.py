@@ -150,7 +150,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self._pieces.append((piece, params))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """vLLM frees the blocks of `finished_sending` after this call."""
+        """Update leases and pieces. vLLM frees the blocks of `finished_sending` after this call."""
         super().update_connector_output(connector_output)
         if report := connector_output.kv_connector_worker_meta:
             for name in report.expired:

@@ -159,7 +159,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         """Read job -> when it began; the oldest first."""
         self._writing: set[bytes] = set()
         self._finished: list[JobResult] = []
-        """Jobs that had nothing to transfer."""
+        """Results of ended jobs, to report next."""
         self._error: OSError | None = None
 
     @property

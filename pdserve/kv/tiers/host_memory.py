@@ -48,7 +48,7 @@ class PdserveConnectors(MultiConnector):  # type: ignore[misc]
 
     @property
     def tier_blocks(self) -> tuple[int, int]:
-        """How many blocks fit in host memory, and on disk. Only in workers."""
+        """How many blocks fit in host memory, and on disk. Call it only in workers."""
         spec = self.sub_connectors[-1].connector_worker.spec
         return int(spec.num_chunks), int(spec.disk_blocks)
 

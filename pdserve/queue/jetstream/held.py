@@ -53,7 +53,7 @@ class HeldCounts:
             self._others[held.sender] = held.count, time.monotonic()
 
     async def report(self, subject: str) -> None:
-        """Report this process's number to the others, for ever."""
+        """Report this process's number to the other processes, for ever."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPEAT if self._own else None):

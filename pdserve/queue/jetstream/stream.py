@@ -31,7 +31,7 @@ REPLICAS = 3
 STREAM_FULL = 10077
 """Error code of a stream that has reached its number of messages or bytes."""
 _NO_SPACE = (10028, 10047)
-"""Error codes of a server that cannot reserve that many bytes."""
+"""Error codes of a server that cannot reserve `max_bytes`."""
 _NO_LEADER = (10008,)
 """Error code of a cluster that is electing a leader."""
 _NOT_ENABLED = (None, 10039, 10076)
@@ -254,7 +254,7 @@ async def _replicate(js: JetStreamContext, current: StreamConfig, replicas: int)
 async def _apply(
     call: Callable[..., Awaitable[object]], config: StreamConfig, settings: dict[str, Any]
 ) -> None:
-    """Create or update a stream, without max_bytes if the server cannot reserve it: its own limit is lower then."""
+    """Create or update a stream, without max_bytes if the server cannot reserve it: the server's limit is lower."""
     try:
         await call(config, **settings)
     except nats.js.errors.Error as error:
@@ -288,7 +288,7 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: ConsumerCo
 
 async def remove_abandoned(client: Client, names: QueueNames, limits: StreamLimits) -> None:
     """Remove the streams of this model's other fingerprints that are empty, are not pulled from, and have been unused
-    for long. A stream that is still in use is recreated at its next use."""
+    for long. If such a stream is used again, it is recreated."""
     js = client.jetstream(timeout=API_TIMEOUT)
     try:
         for stream in await js.streams_info():
