@@ -249,7 +249,7 @@ class QuietServer(uvicorn.Server):
                 else:
                     sock.close()
         except OSError as error:
-            logger.error("no connections for a second: %s", error)
+            logger.error("accepting no connections for a second: %s", error)
             for sock in self._listening:
                 loop.remove_reader(sock)
             loop.call_later(EXHAUSTED, self._listen)

@@ -136,7 +136,7 @@ HANDSHAKE_FAILURES = Counter(
 )
 WARM_UPS = Counter(
     "pdserve_warm_ups_total",
-    "warm-up reads of KV between a decode and a prefill worker, in no other metric; `result`: `ok`, `failed`",
+    "warm-up reads of KV between a decode and a prefill worker; `result`: `ok`, `failed`",
     ["model", "result"],
 )
 

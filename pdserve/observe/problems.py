@@ -351,7 +351,7 @@ def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
 
 
 def _lost(receipts: Iterable[Receipt]) -> dict[str, list[str]]:
-    """By slot: the reasons of recent migrations from its worker, also of those that are not complete."""
+    """By slot: the reasons of recent migrations from its worker, also of unfinished ones."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for age, hop, _ in detours(receipts):
         if hop.name == "migration" and age < RECENT_SECONDS:
@@ -361,7 +361,7 @@ def _lost(receipts: Iterable[Receipt]) -> dict[str, list[str]]:
 
 def _moved(why_lost: Sequence[str]) -> str:
     """The number of migrated requests, as the end of a sentence."""
-    return f"; {count(len(why_lost), 'request')} lost it" if why_lost else ""
+    return f"; {count(len(why_lost), 'request')} migrated" if why_lost else ""
 
 
 def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:

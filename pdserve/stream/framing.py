@@ -36,7 +36,7 @@ MAX_UNSENT = 32 << 20
 def bounded(message: object, body: bytes) -> bytes:
     """Return `body`. Raises ProtocolError if it is too large, because the other side would end the connection."""
     if len(body) > MAX_MESSAGE:
-        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, of {MAX_MESSAGE} at most")
+        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, more than {MAX_MESSAGE}")
     return body
 
 
@@ -88,8 +88,8 @@ class FramedConnection(asyncio.Protocol):
         self._sent_sum = self._received_sum = 0
 
     async def send(self, body: bytes) -> bool:
-        """Send, waiting up to a second for buffer space. Return False if the connection has ended, also because there
-        was no space.
+        """Send, waiting up to a second for buffer space. Return False if the connection has ended, perhaps for lack of
+        space.
 
         The space is polled, because uvloop calls `resume_writing` only when the buffer is empty, which takes seconds
         after a large burst. Polls are counted instead of time, because this process may stall."""

@@ -85,17 +85,17 @@ UNSEEN = "processes use the last known topology until it is back (3 s)"
 UNREGISTERED = "is not registered: it hangs, or waits for etcd"
 TOLD = {
     "": state(),
-    f"{DOWN}; it failed to start 3 times; it will be started again; 2 requests lost it (4 s)": state(
+    f"{DOWN}; it failed to start 3 times; it will be started again; 2 requests migrated (4 s)": state(
         slots=[replace(KILLED, failed_starts=3)], receipts=[MOVED, MOVED], instances=WITHOUT_1
     ),
     f"{DOWN}: no memory; it is starting again (4 s)": state(
         slots=[replace(KILLED, state="starting", cause="no memory")], silent=("decode-1-d1",)
     ),
-    "warn: decode-1 is ready again after it ended: killed by SIGKILL; 1 request lost it (4 s)": state(
+    "warn: decode-1 is ready again after it ended: killed by SIGKILL; 1 request migrated (4 s)": state(
         slots=[replace(KILLED, state="ready", restarts=1)], receipts=[MOVED]
     ),
     "warn: decode-1 lost 1 request: connection lost": state(receipts=[MOVED]),
-    "warn: decode-9 is gone: connection lost; 1 request lost it": state(
+    "warn: decode-9 is gone: connection lost; 1 request migrated": state(
         receipts=[replace(MOVED, hops=[replace(LOST, instance="decode-9-x")])]
     ),
     "warn: the KV cache of decode-0 is full (98%): requests wait for room\n"
@@ -125,7 +125,7 @@ TOLD = {
     "bad: no prefill worker is available: prompts are computed at decode workers\n"
     "bad: 12 prompts in the prefill queue and no prefill worker to take them\n"
     "warn: prefill-3 of h3 is gone: its lease ended without a drain, and none has replaced it; "
-    "1 request lost it (40 s)": state(
+    "1 request migrated (40 s)": state(
         instances=[FRONTEND, *SENDING],
         slots=[SlotState("none", Role.PREFILL)],
         loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)},

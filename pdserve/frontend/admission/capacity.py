@@ -15,8 +15,8 @@ from pdserve.contract.records import Instance
 DEFAULT_MAX_REQUESTS = 256
 """Slots of a worker that does not publish `max_num_seqs`."""
 EXTRA = 4
-"""a worker gets at most one request more for each so many, while as many are in remote prefill, which have no place in
-its batch yet"""
+"""A worker gets one request more for each of its requests in remote prefill, which needs no slot yet; at most one more
+per `EXTRA` slots."""
 KV_FULL = 0.9
 """Share of the KV cache in use above which no further request is sent."""
 
@@ -44,7 +44,7 @@ class Capacity:
     max_requests: int = 0
     """concurrent requests of idle workers; 0 without workers"""
     free_requests: int = 0
-    """how many more requests now"""
+    """more requests that can run now"""
     free_tokens: float = 0.0
     """of KV, for these requests; any number above 0 lets one more in, however long it is"""
 
@@ -54,11 +54,11 @@ class Capacity:
 
 
 def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacity:
-    """`frontends` share the worker, this one included. This one may always use an equal part, and what the others leave
-    unused by the worker's last report.
+    """`frontends` share the worker, this one included. This one may always use an equal part and, by the worker's last
+    report, what the others leave unused.
 
     Prompts with common prefixes need less of the KV cache than the sum of their tokens. So when that sum is used up,
-    one more request at a time is tried, if all requests there have begun and the worker reports free space."""
+    one more request at a time is tried, if each request sent to it has a token and the worker reports free space."""
     if worker.draining:
         return Capacity()
     places = worker.max_num_seqs or DEFAULT_MAX_REQUESTS

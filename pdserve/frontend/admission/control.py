@@ -64,7 +64,7 @@ class AdmissionControl:
         self._granted = GrantedPermits()
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
-        """held while a long text is tokenized that is not generated from"""
+        """held while a tokenization request's long text is tokenized"""
         self._long_texts: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """by client"""
 
@@ -114,7 +114,7 @@ class AdmissionControl:
         return admission
 
     def leave(self, admission: Admission) -> None:
-        """End the request, whatever became of it."""
+        """End the request, admitted or not."""
         self._withdraw(admission)
         if admission.unused:
             admission.unused = False
@@ -128,8 +128,8 @@ class AdmissionControl:
 
     @asynccontextmanager
     async def long_text(self, client: str) -> AsyncIterator[None]:
-        """Hold while a long text is tokenized that is not generated from. Such texts are tokenized one after another,
-        round-robin over clients: each takes seconds of the threads that also tokenize prompts."""
+        """Hold while a tokenization request's long text is tokenized. Such texts are tokenized one after another,
+        round-robin over clients, because each takes seconds of the threads that also tokenize prompts."""
         async with self._long_texts.setdefault(client, asyncio.Lock()), self.tokenizing:
             yield
 
@@ -147,7 +147,7 @@ class AdmissionControl:
 
     def advance(self) -> None:
         """Grant permits while the workers have capacity, and preempt sequences of clients that run too many."""
-        made_for: Admission | None = None  # the paused sequence may be before it in the queue
+        made_for: Admission | None = None  # the paused sequence may be ahead of it in the queue
         while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
@@ -195,9 +195,9 @@ class AdmissionControl:
             admission.paused.remove(permit)
 
     def yield_slots(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
-        """Pause up to `count` of these sequences, because requests wait in their worker's engine. Flex sequences pause
-        first, and alone; no client loses its only sequence that is read. The value says whether a sequence has a slot
-        in the engine: those with one pause first."""
+        """Pause up to `count` of these sequences, because requests wait in their worker's engine. Candidates are the
+        flex sequences or, without any, all; of the candidates, those with a slot in the engine (value True) or, without
+        any, all. A client's only sequence is left out unless it is unread or flex."""
         permits = [permit for permit in there if permit.admission.is_flex] or list(there)
         permits = [permit for permit in permits if there[permit]] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
@@ -294,11 +294,11 @@ class AdmissionControl:
     def _update_rate(self) -> None:
         self._rate.set_waiting(bool(self.queue), time.monotonic())
 
-    # what is too much
+    # limits
 
     def _check_inside(self, *, is_flex: bool = False) -> None:
-        """Bound the admitted requests, also those that need no worker or whose output is not read. Flex requests make
-        only flex requests be refused."""
+        """Limit the admitted requests, also those that need no worker or whose output is not read. Flex requests do not
+        count against others."""
         most = self._capacity().max_requests + self.limits.max_waiting
         if len(self._inside) >= most and sum(is_flex or not each.is_flex for each in self._inside) >= most:
             raise Overloaded(f"too many requests are running ({len(self._inside):,})")
@@ -331,7 +331,7 @@ class AdmissionControl:
 
     @property
     def _waiting_tokens(self) -> float:
-        """Without paused flex requests."""
+        """Of both queues, without paused flex requests."""
         return self.queue.tokens + sum(
             entry.tokens * entry.tagged for entry in self.flex_queue if entry.waiting
         )

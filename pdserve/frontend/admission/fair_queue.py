@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 _REMEMBERED = 1000
-"""Idle clients that are kept until the next cleanup."""
+"""Number of idle clients kept before a cleanup."""
 
 
 @dataclass
@@ -101,8 +101,8 @@ class FairQueue(Generic[E]):
         self._entries.sort(key=attrgetter("tag"))
 
     def next(self, places: int, may: Callable[[E], bool]) -> E | None:
-        """The first entry of a client that runs less than its share of the places; if all run their shares, the first
-        entry. Only of those that `may` start."""
+        """The first entry that `may` start of a client that runs less than its share of the slots (`places`); without
+        such an entry, the first that may start."""
         clients = sum(bool(client.running or client.waiting) for client in self._clients.values())
         share = max(1, places // clients)
         within = (entry for entry in self._entries if self.runs(entry) < share and may(entry))
@@ -164,5 +164,5 @@ def is_short(running: int, most: int) -> bool:
 
 
 def _turns_before(entry: QueueEntry, other: QueueEntry) -> int:
-    """Number of its sequences that start before the other entry's next one."""
+    """Number of `entry`'s sequences that start before the next one of `other`."""
     return min(entry.tagged, 1 + int((other.tag - entry.tag) // entry.tokens))

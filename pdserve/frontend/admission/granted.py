@@ -13,7 +13,7 @@ from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry
 from pdserve.frontend.admission.wait_estimate import RequestSize
 
 KEPT = 4
-"""One slot in so many is kept free of sequences that cannot pause."""
+"""One in this many slots is kept free of sequences that cannot pause."""
 
 
 class Control(Protocol):
@@ -29,7 +29,7 @@ class Control(Protocol):
 
 
 class ModelReplaced(Exception):
-    """Another model has this one's name: the request has to wait for that one's workers."""
+    """Another model now has this one's name: the request must wait for the other's workers."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,13 +47,13 @@ class Admission(QueueEntry):
     queued: bool = False
     """it was not admitted at once"""
     unused: bool = False
-    """it has the permit that let it in, until its first sequence begins"""
+    """it is admitted, but no sequence has taken its first permit yet"""
     requested: deque["SequencePermit"] = field(default_factory=deque)
     """permits that the engine core waits for"""
     unread: bool = False
     """its client has stopped reading the response"""
     paused: list["SequencePermit"] = field(default_factory=list)
-    """until the client reads again"""
+    """permits preempted until the client reads again"""
     _decided: asyncio.Event = field(default_factory=asyncio.Event)
     _refusal: Exception | None = None
 
@@ -110,9 +110,9 @@ class SequencePermit:
     begin: Callable[[], None]
     """is called when it is granted, also after a pause"""
     drop: Callable[[], None]
-    """is called if the request ends before"""
+    """is called if the request ends before a grant"""
     pause: Callable[[], bool]
-    """ends its run at the worker, to go on later; returns False if that cannot be done now, or changes nothing"""
+    """preempts the sequence; returns False if that is impossible now or frees no slot"""
     can_pause: bool = True
     granted: bool = False
 
@@ -150,12 +150,12 @@ class GrantedPermits:
 
     @property
     def any_yielding(self) -> bool:
-        """Whether any is flex or unread: it pauses for every waiting request."""
+        """Whether any sequence is flex or unread: such a sequence pauses for any waiting request."""
         return any(permit.admission.unread or permit.admission.is_flex for permit in self._permits)
 
     def leaves_room(self, places: int, *, is_flex: bool) -> bool:
-        """Whether one more sequence that cannot pause leaves one slot in `KEPT` for sequences that can. A flex sequence
-        leaves these slots free, and flex sequences take no more than as many, so that a burst of others finds slots."""
+        """Whether one more sequence that cannot pause leaves one slot in `KEPT` to those that can. A flex one must
+        leave them free, and flex ones take at most as many slots, so that a burst of other requests finds slots."""
         kept = max(places > 1, places // KEPT)
         if is_flex:
             return len(self) < places - kept and self._fixed[True] < max(kept, 1)
@@ -163,7 +163,7 @@ class GrantedPermits:
 
     def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
         """The permits to preempt, in order: unread ones, flex ones, then those of the client that runs the most; the
-        youngest first. Never the only sequence of a client that is read and not flex."""
+        youngest first. A client's only sequence is left out unless it is unread or flex."""
         age = {permit: age for age, permit in enumerate(self._permits)}
 
         def rank(permit: SequencePermit) -> tuple[bool, bool, int, int]:

@@ -9,7 +9,7 @@ _REQUESTS = 32
 _SECONDS = 30.0
 """time constant of the admission rate's mean"""
 _ENOUGH = 1.0
-"""seconds of waiting after which the rate is known, if requests do not run for longer"""
+"""seconds with waiting requests after which the rate is known, or a request's duration if longer"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RequestSize:
     logprobs: int = 0
     """of the prompts, in all sequences: they count as tokens"""
     several: str = "prompt"
-    """the field of which a request with too many sequences has too many"""
+    """the field to blame if there are too many sequences"""
 
 
 @dataclass
@@ -72,13 +72,13 @@ class AdmissionRate:
         self._since = now if waiting else None
 
     def admitted(self, tokens: float, now: float) -> None:
-        """Count a request that was admitted after a wait; less than 0: one that was taken back."""
+        """Count a request that was admitted after a wait; `tokens` below 0: it was preempted."""
         self._go_on(now)
         self._tokens = max(0.0, self._tokens + tokens)
 
     def seconds(self, tokens: float, now: float, run: float = 0.0) -> float | None:
-        """How long the admission of so many tokens will take; None while the rate is unknown: in a burst, what began
-        first has to end first, after `run` seconds."""
+        """Expected seconds until `tokens` more tokens are admitted; None while the rate is unknown: in a burst, the
+        first requests must end, after `run` seconds."""
         self._go_on(now)
         if not tokens:
             return 0.0
@@ -96,9 +96,9 @@ class AdmissionRate:
 
 
 def seconds_too_late(wait: float, left: float, run: float, max_wait: float) -> float:
-    """By how many seconds a start in `wait` seconds comes too late for a request that has `left` seconds and runs for
-    `run`; 0 if it is in time. Only half of the time to spare may be spent waiting: all of these are guesses, and a
-    request that starts too late costs as much as one that is answered. The request that is next is never refused."""
+    """By how many seconds a start in `wait` seconds is too late for a request that has `left` seconds and runs for
+    `run`; 0 if in time. Only half of the spare time may be spent waiting, because all of these are guesses and a late
+    request costs as much as a served one. The next request in the queue is never refused."""
     return max(0.0, wait - max(0.0, min(max_wait, (left - run) / 2)))
 
 

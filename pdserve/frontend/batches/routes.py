@@ -31,7 +31,7 @@ MAX_LISTED = 10_000
 Page = Callable[[Request], Awaitable[Response]]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Metadata = Annotated[dict[_Name, Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=16)]
-"""With OpenAI's bounds."""
+"""With OpenAI's limits of lengths."""
 
 
 class _NewBatch(msgspec.Struct):

@@ -31,7 +31,7 @@ QUEUED_LINES = 8
 MAX_PAUSE = 5.0
 """Longest pause of a batch after a refused line, in seconds."""
 UNKNOWN_MODEL_SECONDS = 600.0
-"""Seconds of nothing but 404 until such lines fail: the workers of their model may not have registered yet."""
+"""Seconds with no response but 404 until lines with 404 fail: their model's workers may not have registered yet."""
 MAX_TRIES = 3
 """Tries of a line whose error may be the server's."""
 
@@ -140,7 +140,7 @@ class BatchRun:
         return self._context.draining() or self._left <= 0
 
     async def _send_lines(self, tasks: TaskOwner) -> None:
-        """Send each line once that is not running and has no result."""
+        """Send, once, each line that is not running and has no result."""
         parts, sent = self._store.lines(self._batch["input_file_id"]), False
         while part := await asyncio.to_thread(next, parts, None):
             for number, text in part:
@@ -205,7 +205,7 @@ class BatchRun:
         result = custom_id = None
         try:
             with isolate_errors("batch line") as outcome:
-                # in a thread, as `begin` parsed it: below the loop's tasks, JSON may nest less deep
+                # in a thread, like `begin`: a task has less stack left for nested JSON
                 line = await asyncio.to_thread(parse, text, self._batch["endpoint"])
                 custom_id = line.custom_id
                 response = await self._client.post(line.url, content=_flex_body(line))
@@ -229,7 +229,8 @@ class BatchRun:
             self._line_ended.set()
 
     def _is_final(self, response: httpx.Response, number: int) -> bool:
-        """Whether a line is not sent again. Keys, models and slots may come back."""
+        """Whether the response is the line's result. If not, the line is sent again: keys, models and slots may come
+        back."""
         status, now = response.status_code, time.monotonic()
         if status == 404:
             self.blocks = False
@@ -252,7 +253,7 @@ class BatchRun:
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._context.app()({**scope, "extensions": {OWNER: self.owner}}, receive, send)
         line = asyncio.current_task()
-        if line is not None and line.cancelling():  # or httpx would return the app's 503, and the line go on
+        if line is not None and line.cancelling():  # or httpx returns the app's 503, and the line continues
             raise asyncio.CancelledError
 
 

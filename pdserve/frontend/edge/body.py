@@ -25,14 +25,14 @@ from pdserve.frontend.edge.response import HttpError, ResponseWriter, error_resp
 from pdserve.util.errors import BadRequest, Overloaded, PdserveError
 
 MAX_BODY = 32 << 20
-"""bytes; prompts of a million tokens fit"""
+"""Most bytes of a body; prompts of a million tokens fit."""
 MAX_HELD = 256 << 20
 """Bytes of the bodies of all running requests."""
 PACE, GRACE = 1000.0, 30.0
-"""bytes per second that a body must have on average, and seconds to begin with that do not count"""
+"""Least average bytes per second of a body; seconds at its start that do not count."""
 MAX_DISCARDED = 2 * MAX_BODY
 DISCARD_WITHIN = 10.0
-"""bytes and seconds for the rest of a body whose request was refused"""
+"""Most bytes and seconds to read of a refused request's body."""
 _BYTES_PER_TOKEN = 4
 IMAGE_TOKENS = 1024
 """Assumed tokens of an image; models make 64 to about 4,000, by its size."""
@@ -41,25 +41,24 @@ _BOUNDS = {
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
     "/v1/responses": ("max_output_tokens",),
 }
-"""fields that bound the tokens of an output, the first that is set, on routes where that is not `max_tokens` alone"""
+"""By route: fields that limit the output tokens; the first set one counts. Other routes: `max_tokens`."""
 _SEVERAL = {"/generative_scoring": ("items", str | list)}
-"""field that holds several prompts, and the kind of each, on routes where that is neither `prompt` nor `messages`"""
+"""By route: field with several prompts, and a prompt's type. Other routes: `prompt` or `messages`."""
 MAX_PARTS = 10_000
-"""lists and objects of a body: vLLM's app takes some 10 to 100 microseconds for each"""
+"""Most lists and objects in a body: vLLM's app takes 10 to 100 microseconds for each."""
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""to its end, or to that of the body: one that is not closed must not be searched from each of its quotes"""
+"""A JSON string; an unclosed one goes to the body's end, so that its other quotes start no search."""
 LARGE, MANY = 64 << 10, 100
-"""bytes, and JSON objects, of a body that takes vLLM's app some 10 ms"""
+"""Bytes, and JSON objects, of a body that takes vLLM's app about 10 ms."""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _LARGEST = 1 << 40
-"""above every bound; larger numbers, which JSON may spell, overflow what is computed from them"""
+"""Larger numbers of a body are cut to this, so that computing with them cannot overflow."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""ids that clients may give to requests: they are in each log line and, inside the graph, in each output"""
+"""Request ids that clients may choose; short, because log lines and the graph's messages contain them."""
 _read_int = SchemaValidator(core_schema.int_schema()).validate_python
 _read_bool = SchemaValidator(core_schema.bool_schema()).validate_python
 
-# Where KV comes from is decided inside the graph. vLLM would take these from any client, and some values kill an
-# engine.
+# The graph decides where KV comes from. vLLM would accept these from any client, and some values kill an engine.
 FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
 
 
@@ -67,24 +66,24 @@ FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
 class ParsedBody:
     raw: bytes
     model: str | None
-    """None where the body names none"""
+    """None if the body names no model"""
     size: RequestSize
     is_plain: bool = False
-    """see `is_plain`"""
+    """see `deltas.is_plain`"""
     has_id: bool = False
-    """whether it names an id for its answer"""
+    """whether it has a `request_id`"""
     is_large: bool = False
     """see `_is_large`"""
     has_tools: bool = False
-    """whether it names tools"""
+    """whether it has `tools`"""
     is_flex: bool = False
     """whether its `service_tier` is flex"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
-    """Return the most bytes of a request for a model with this context. Beyond them no text fits, however it is written
-    (64 bytes a token: text in \\u escapes, lists of token ids, several prompts); what is only tokenized for an answer
-    may be a few times as long as the context. A context of 0 is unknown, because no decode worker has registered."""
+    """Return the most bytes of a body for a model with this context length: 64 a token, enough for \\u escapes, lists
+    of token ids and several prompts; 32 if the text is only tokenized. 0 is an unknown context length, because no
+    decode worker has registered."""
     if not max_model_len:
         return MAX_BODY
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
@@ -92,8 +91,8 @@ def max_body(max_model_len: int, *, tokenizing: bool) -> int:
 
 
 class Budget:
-    """Memory that the requests of all clients share, in any unit. A client gets no more than is still free, so that
-    there is always something left for another client."""
+    """Memory that the requests of all clients share, in any unit. A client's share never exceeds what is free, so that
+    another client always gets some."""
 
     def __init__(self, bound: int, used_for: str) -> None:
         """`used_for`: what a refusal says, with `{}` for the amount in use."""
@@ -102,7 +101,7 @@ class Budget:
         self.of_client: Counter[str] = Counter()
 
     def take(self, client: str, amount: int) -> None:
-        """Raises Overloaded, and takes nothing then."""
+        """Raises Overloaded, and then takes nothing."""
         if self.of_client[client] + amount > self._bound - self.used - amount:
             raise Overloaded(self._used_for.format(self.used))
         self.give_back(client, -amount)
@@ -115,8 +114,8 @@ class Budget:
 
 
 class BodyReader:
-    """Reads bodies, and counts each from its first byte until its request is over: the model's app holds it as long,
-    and several times as much beside it."""
+    """Reads bodies. Each counts in `budget` until its request ends, because the model's app needs it, and several times
+    its size besides, until then."""
 
     def __init__(self, bound: int = MAX_HELD, grace: float = GRACE) -> None:
         self.budget = Budget(bound, "too many request bodies are in memory ({} bytes)")
@@ -124,10 +123,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request, deadline: float, client: str, most: int) -> AsyncIterator[bytes]:
-        """`deadline` in monotonic seconds, `most` in bytes. Raises HttpError for a body that is larger or not whole by
-        then, Overloaded, and ClientDisconnect."""
+        """`deadline`: monotonic seconds. `most`: bytes. Raises HttpError for a too large, slow or late body,
+        Overloaded, and ClientDisconnect."""
         async with self.parts(request, deadline, client, most) as parts:
-            body = bytearray()  # a list of parts could have one for each byte
+            body = bytearray()  # not a list: a part may be a single byte
             async for part in parts:
                 body += part
             yield bytes(body)
@@ -136,7 +135,7 @@ class BodyReader:
     async def parts(
         self, request: Request, deadline: float, client: str, most: int
     ) -> AsyncIterator[AsyncGenerator[bytes, None]]:
-        """As `read`, for a body that its reader keeps elsewhere than in memory."""
+        """Like `read`, but in parts, for a caller that writes the body to a file."""
         size = 0
 
         async def read() -> AsyncGenerator[bytes, None]:
@@ -168,8 +167,8 @@ class BodyReader:
 
 
 async def discard_rest(request: Request) -> None:
-    """Read the rest of a refused request's body for a while: if the socket were closed before, its client would see a
-    broken connection and not the answer."""
+    """Read the rest of a refused request's body, within limits: a client that sees its connection closed while it sends
+    may miss the response."""
     left = MAX_DISCARDED
     with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: all of it has been read
         async with asyncio.timeout(DISCARD_WITHIN):
@@ -180,21 +179,21 @@ async def discard_rest(request: Request) -> None:
 
 
 async def refuse(request: Request, response: ResponseWriter, error: PdserveError) -> None:
-    """Answer with this error, the rest of the body read."""
+    """Respond with this error and read the rest of the body."""
     failure = RequestFailure(error.status, str(error))
     if response.status:  # the answer has begun, or was given at the deadline
         await response.fail(failure)
         return
     response.refusal = failure
     answer = error_response(response.state.path, error)
-    if "expect" in request.headers:  # its body may come or not: what follows could be either
+    if "expect" in request.headers:  # the client may or may not send the body: the next bytes are ambiguous
         answer.headers["connection"] = "close"
     await response.reply(answer, before_end=partial(discard_rest, request))
 
 
 def parse_body(path: str, raw: bytes) -> ParsedBody:
-    """Find the model and the size of the request. Raises BadRequest for what must not come from outside. The model's
-    app refuses what is no JSON object, or names its model by no text."""
+    """Find the model and the size of the request. Raises BadRequest for fields that clients must not send. The model's
+    app refuses a body that is not a JSON object, and a model that is not a string."""
     check_parts(raw)
     fields = _fields(raw)
     extra = fields.get("vllm_xargs")
@@ -207,9 +206,7 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
             )
     if not isinstance(fields.get("structured_outputs") or {}, dict):  # vLLM 0.32 answers 500
         raise BadRequest("structured_outputs must be an object", "structured_outputs")
-    store = fields.get(
-        "store"
-    )  # "false" as text passes vLLM's check, and what it then makes is kept for ever
+    store = fields.get("store")  # vLLM's check accepts "false" as text, and then keeps the response for ever
     if isinstance(store, str) and not _is_true(store) and _is_true(fields.get("background")):
         raise BadRequest("background can only be used when `store` is true", "background")
     given = fields.get("request_id")
@@ -224,26 +221,26 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
 
 
 def check_parts(raw: bytes) -> None:
-    """Raise BadRequest for a body of too many lists and objects, before they are made."""
-    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw:  # or it is UTF-16: `json` reads it
+    """Raise BadRequest for a body with too many lists and objects, before parsing it."""
+    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw:  # \0: UTF-16, unfit for `_TEXT`
         raw = _TEXT.sub(b"", raw)
     if (parts := raw.count(b"{") + raw.count(b"[")) > MAX_PARTS:
         raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")
 
 
 def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
-    """Whether vLLM's app would hold the frontend's loop for long (`vllm/side_loop.py`): with the many parts of the
-    body, or with the logprobs of an answer in one piece."""
+    """Whether vLLM's app would block the frontend's event loop for long (`vllm/side_loop.py`): by a large body, or by
+    the logprobs of a response that is no stream."""
     if len(raw) > LARGE or raw.count(b"{") > MANY or _is_true(fields.get("echo")):
         return True  # a chat with `echo` has the logprobs of its prompt, too
     if _is_true(fields.get("stream")):
-        return False  # each chunk has its own
+        return False  # each chunk has few logprobs
     return any(value is not None and value is not False for value in map(fields.get, _LOGPROBS))
 
 
 def _fields(raw: bytes) -> dict[str, object]:
-    """Return the fields that the model's app will find too. It reads with Python's `json`, which takes more than the
-    standard allows: NaN, numbers of any size, other encodings, halves of a surrogate pair."""
+    """Return the fields as the model's app will read them: with Python's `json`, which accepts more than the standard:
+    NaN, numbers of any size, other encodings, lone surrogates."""
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -290,7 +287,7 @@ def _images(fields: Mapping[str, object]) -> tuple[int, int]:
 
 
 def _length(text: object) -> int:
-    """Bytes of a text, or of a list of tokens, about."""
+    """Approximate bytes of a text or a list of tokens."""
     return (
         len(text) if isinstance(text, str) else _BYTES_PER_TOKEN * len(text) if isinstance(text, list) else 0
     )
@@ -334,11 +331,11 @@ def replay(raw: bytes, gone: asyncio.Event) -> Receive:
 
 
 def app_scope(request: Request, request_id: str, body: ParsedBody) -> Scope:
-    """Return the scope for vLLM's app: always with a request id, from which the app makes the response's id. It prefers
-    the header's id to the body's."""
+    """Return the scope for vLLM's app. The app makes the response's id from the header's request id, or else the
+    body's; the header gets one unless only the body has it."""
     headers = MutableHeaders(raw=list(request.scope["headers"]))
     if not body.has_id or "x-request-id" in headers:
         headers["x-request-id"] = request_id
-    del headers["traceparent"]  # the request is traced here; vLLM's app would say that it does not
+    del headers["traceparent"]  # the frontend traces; vLLM's app would warn that it does not trace
     del headers["tracestate"]
     return {**request.scope, "headers": headers.raw}

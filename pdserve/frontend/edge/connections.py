@@ -1,9 +1,9 @@
-"""The clients' connections: each with an end where nothing moves, and with bounds on what a client may do on it before
-it has shown a key.
+"""Clients' connections: limits what a client may send before it is authenticated, and ends idle and blocked
+connections.
 
-uvicorn waits for ever for a request's head, however long it gets, and for ever for a client that does not read its
-answer. The first keeps a socket and memory, the second a place at a worker too: its stream is generated on and on, into
-buffers that are never emptied.
+uvicorn waits for ever for a request's head, of any length, and for a client that does not read its response. The first
+occupies a socket and memory, the second also an engine's slot, because its tokens are generated into buffers that are
+never emptied.
 """
 
 import asyncio
@@ -26,36 +26,36 @@ from pdserve.runtime.tasks import isolate_errors
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
-_uvicorn.setLevel(logging.ERROR)  # it warns of each request that is no HTTP: a stranger could fill the log
+_uvicorn.setLevel(logging.ERROR)  # it warns of each invalid request, so any client could fill the log
 
 LINGER = 0.5
-"""seconds that a server which drains leaves a connection open on which a first or next request may be on its way, and
-that a client gets to read a refusal before its connection is closed, or to say goodbye after that"""
+"""Seconds until a draining server closes an idle connection, because a request may be on its way; until a refused
+connection is closed, so that the client reads the error; and from a close to an abort."""
 SWEEP = 1.0
-"""seconds between two looks at all connections"""
+"""Most seconds between two checks of all connections."""
 UNREAD = "pdserve.unread"
-"""the extension of the ASGI scope by which a request learns whether its client reads"""
+"""ASGI scope extension: function that is told whether the client has stopped reading."""
 CHUNKS = "pdserve.chunks"
-"""the extension by which parts of a response's body are written past its `send`: a `ChunkWriter`"""
+"""ASGI scope extension: `ChunkWriter` that writes parts of a body without `send`."""
 UNSENT = 16 << 10
-"""bytes of an answer that the kernel takes beyond what the client's window admits: what is not read shows soon"""
+"""Unsent bytes of a response that the kernel buffers; few, so that an unread response is soon noticed."""
 BUFFERED = 64 << 10
-"""bytes of an answer in this process above which its request is held up; plain connections have it from uvloop"""
+"""Bytes buffered in this process above which a TLS response waits; without TLS, uvloop has this limit."""
 MAX_HEAD = 64 << 10
-"""bytes of a request's head"""
+"""Most bytes of a request's head."""
 MAX_FIELDS = 128
-"""header fields of a request"""
+"""Most header fields of a request."""
 MAX_PIPELINED = 16
-"""requests that wait for the answers to those before them on their connection"""
+"""Most requests that wait for responses to earlier ones on their connection."""
 SHUTDOWN_WITHIN = 3600.0
-"""seconds for a TLS connection to be closed in an orderly way: those that do not move are ended by `watch`"""
+"""Seconds for a TLS shutdown; long, because `watch` aborts blocked connections."""
 RESET_WITHIN = 0.02
-"""seconds until the reset of a client on a near host is there; `watch` finds others"""
+"""Seconds after which the TCP reset of a nearby client has arrived; `watch` finds later ones."""
 _TCP_CLOSE = 7
 _TOO_LARGE = (431, f"the request's head is larger than {MAX_HEAD} bytes")
 _BYTES_ACKED = slice(120, 128)
 _BYTES_NOT_SENT = slice(144, 148)
-"""of Linux's struct tcp_info"""
+"""Fields of Linux's struct tcp_info."""
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -66,25 +66,25 @@ class ClientConnection(HttpToolsProtocol):
         self.logger = _uvicorn
         self.url = b""
         self._cycles: list[RequestResponseCycle] = []
-        """of the request that is being answered, and of those after it"""
+        """of the request that is being answered and those queued behind it"""
         self._owner = owner
         self._head_since: float | None = None
-        """monotonic, when the wait for a request's head began; None outside of it"""
+        """monotonic start of the wait for a request's head; None if not waiting"""
         self._fields = 0
         """header fields of the head so far; -1 once it is complete"""
         self._moved = False
         self._unmoved = 0
-        """bytes that came since the parser last recognized anything"""
+        """bytes received since the parser last reported anything"""
         self._refusal = (400, "this is no valid HTTP request")
         self._refused = False
-        """whatever else comes is ignored"""
+        """further data is ignored"""
         self._taken = -1
-        """bytes that the client had taken at the last look; -1 if nothing waited to be sent"""
+        """bytes acknowledged at the last check; -1 if none waited to be sent"""
         self._unread = 0.0
-        """seconds"""
+        """seconds in which no waiting byte was acknowledged"""
         self._looked = 0.0
         self._closing_since = 0.0
-        """monotonic, by the look that saw it first; 0 before"""
+        """monotonic time of the first check that found it closing; else 0"""
         self._last = False
         """whether the next request is the last one"""
         self._half_closed = False
@@ -103,8 +103,7 @@ class ClientConnection(HttpToolsProtocol):
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Drain. uvicorn would close a connection on which no request is at work, and reset the one that
-        the client is just sending."""
+        """Drain. uvicorn would close an idle connection at once and reset a request that the client is just sending."""
         if not self._idle():
             super().shutdown()
             return
@@ -116,9 +115,9 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to answer before closing: the client may have closed its sending side alone. One that has
-        closed the whole connection looks the same, until something is sent to it: an interim response, which every
-        client of HTTP/1.1 skips, and which a closed socket resets. uvloop does not offer this over TLS."""
+        """Return whether to respond before closing: the client may have closed only its sending side. A client that
+        closed the whole connection looks the same until bytes are sent. So send an interim response, which HTTP/1.1
+        clients skip and a closed socket resets. Over TLS, uvloop does not support this."""
         begun = next((cycle for cycle in self._cycles if not cycle.response_complete), None)
         if begun is None or begun.response_started or self.cycle.more_body:
             return False
@@ -130,7 +129,7 @@ class ClientConnection(HttpToolsProtocol):
         return True
 
     def end_if_reset(self) -> None:
-        """Abort a half-closed connection that the client has reset: nothing reads from it any more."""
+        """Abort a half-closed connection that the client has reset. No read would report the reset."""
         there = self._half_closed and not self.transport.is_closing()
         sock = self.transport.get_extra_info("socket") if there else None
         if sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
@@ -150,13 +149,13 @@ class ClientConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
             return
-        if self._head_since is None and self._idle():  # also what comes of the body of a refused request
+        if self._head_since is None and self._idle():  # a head, or the rest of a refused request's body
             self._head_since = time.monotonic()
         self._moved = False
         self._unset_keepalive_if_required()
         self._parse(data)
         self._unmoved = 0 if self._moved else self._unmoved + len(data)
-        if self._unmoved > MAX_HEAD and not self._refused:  # the parser holds a field until it is whole
+        if self._unmoved > MAX_HEAD and not self._refused:  # the parser reports only whole header fields
             self._refusal = _TOO_LARGE
             self.send_400_response("")
 
@@ -169,9 +168,8 @@ class ClientConnection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _without_upgrade(self, rest: bytes) -> None:
-        """Parse a head again without its offer of another protocol. Java's `HttpClient` offers h2c with each request,
-        and has to take an answer in HTTP/1.1; the parser takes such a head for a whole message, and its body for the
-        next one."""
+        """Parse a head again without its offer of another protocol. Java's `HttpClient` offers h2c in each request but
+        accepts HTTP/1.1. The parser would take such a head for a whole message, and its body for the next one."""
         lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
         for name, value in self.headers:
             if name == b"connection":
@@ -185,10 +183,10 @@ class ClientConnection(HttpToolsProtocol):
         super().on_message_begin()
         self._fields, self._moved = 0, True
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError(f"{MAX_PIPELINED} requests wait for the answers to those before them")
+            raise ValueError(f"{MAX_PIPELINED} requests wait for earlier responses")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._fields < 0:  # after a chunked body: uvicorn would add it to the checked ones
+        if self._fields < 0:  # a trailer, which uvicorn would add to the checked headers
             return
         self._fields += 1
         if self._fields > MAX_FIELDS:
@@ -201,7 +199,7 @@ class ClientConnection(HttpToolsProtocol):
             self._refuse_head(*_TOO_LARGE)
         hosts, version = sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
         if hosts > 1 or (not hosts and version == "1.1") or version == "0.9":
-            self._refuse_head(400, "a request is of HTTP/1.0 or 1.1, and has one Host header")
+            self._refuse_head(400, "a request must be HTTP/1.0 or 1.1 and have one Host header")
         if self.parser.get_method() == b"CONNECT":
             self._refuse_head(400, "this is no proxy")
         if self.parser.should_upgrade():  # see `_without_upgrade`
@@ -222,16 +220,16 @@ class ClientConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        if self._idle():  # answered before it had come; uvicorn has stopped its own timer
+        if self._idle():  # answered before its body was complete; uvicorn has stopped its timer
             self._head_since = time.monotonic()
 
     def _refuse_head(self, status: int, message: str) -> None:
-        """Raise out of the parser, so that uvicorn calls `send_400_response`."""
+        """Raise out of the parser, so that `_parse` calls `send_400_response`."""
         self._refusal = (status, message)
         raise ValueError(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what came, which is no request. Requests before it are answered; one whose body it was is over."""
+        """Refuse invalid data. Earlier requests are answered; a request whose body has invalid data ends."""
         self._refused = True
         CONNECTIONS_CLOSED.labels("refused").inc()
         if self._idle():
@@ -246,32 +244,32 @@ class ClientConnection(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer, and close when the client has had time to read the answer."""
+        """Send an error; close `LINGER` seconds later, so that the client can read it."""
         self._refused, self._head_since = True, None
         body = msgspec.json.encode(error_body(self.url.decode("latin-1"), HttpError(status, message)))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % len(body) + body)
         asyncio.get_running_loop().call_later(LINGER, self.transport.close)
 
-    # what does not move
+    # timeouts
 
     def head_seconds(self, now: float) -> float:
-        """Return how long the next request's head has been waited for."""
+        """Return the seconds of the wait for the next request's head; 0 if none."""
         return now - self._head_since if self._head_since is not None and self._idle() else 0.0
 
     def unread_seconds(self, now: float) -> float:
-        """Return how long the client has taken nothing of what waits to be sent to it. Call regularly."""
+        """Return how many seconds bytes have waited without the client reading any. Call regularly."""
         since, self._looked = now - self._looked, now
         taken, waiting = self._bytes_taken()
         if not waiting or taken != self._taken:
             self._unread = 0.0
-        else:  # a time in which this process itself stood still is not the client's fault
+        else:  # pauses of this process are not the client's fault
             self._unread += min(since, 2 * self._owner.interval)
         self._taken = taken
         return self._unread
 
     def closing_seconds(self, now: float) -> float:
-        """Return how long it has been closed on this side, with nothing left to be sent. Call regularly, after
+        """Return the seconds since this side closed the connection with nothing left to send. Call regularly, after
         `unread_seconds`."""
         if not self.transport.is_closing() or self._taken >= 0:
             self._closing_since = 0.0
@@ -280,23 +278,23 @@ class ClientConnection(HttpToolsProtocol):
         return now - self._closing_since if self._closing_since else 0.0
 
     def report_unread(self, unread: bool) -> None:
-        """Report to the request whether its client has stopped to read: it may give its places to others meanwhile."""
+        """Tell the requests whether the client has stopped reading, so that their sequences may be preempted."""
         for cycle in self._cycles:
             extensions: dict[str, Any] = dict(cycle.scope.get("extensions") or {})
             if UNREAD in extensions and not cycle.response_complete:
                 extensions[UNREAD](unread)
 
     def abort(self) -> None:
-        """End the request everywhere, as when its client disconnects."""
+        """Close at once. The requests end as if the client had disconnected."""
         self.transport.abort()
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     def _bytes_taken(self) -> tuple[int, bool]:
-        """Return the bytes that the client's kernel has acknowledged, as far as the client reads give or take a buffer,
-        and whether more waits; -1 if nothing does. Below TLS uvloop has a buffer that cannot be seen: what is in it
-        waits for what the kernel holds."""
+        """Return the bytes that the client's kernel has acknowledged (at most a buffer more than the client has read;
+        -1 if none wait) and whether more wait. With TLS, uvloop's lower buffer is invisible, but fills only while the
+        kernel has unsent bytes."""
         waiting = self.transport.get_write_buffer_size() > 0
         if not waiting and self.scheme == "http":
             return -1, False
@@ -312,8 +310,8 @@ class ClientConnection(HttpToolsProtocol):
 
 
 async def _send_unchunked(cycle: RequestResponseCycle, send: Any, message: Any) -> None:
-    """Send part of a response in HTTP/1.0, where a body of unknown length ends with the connection: uvicorn would send
-    chunks, which such clients take for the body."""
+    """Send part of an HTTP/1.0 response, where a body of unknown length ends with the connection. uvicorn would send
+    chunks, which HTTP/1.0 clients cannot decode."""
     if message["type"] == "http.response.body":
         cycle.expected_content_length = max(cycle.expected_content_length, len(message.get("body", b"")))
     elif not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
@@ -322,7 +320,7 @@ async def _send_unchunked(cycle: RequestResponseCycle, send: Any, message: Any) 
 
 
 class ClientConnections:
-    """uvicorn's `http`: makes a protocol for each connection. `watch` must run."""
+    """uvicorn's `http` option: makes a protocol for each connection. `watch` must run."""
 
     def __init__(
         self, header_timeout: float, write_timeout: float, pause_after: float = 2.0, *, most: int = 1 << 20
@@ -330,15 +328,15 @@ class ClientConnections:
         self.header_timeout = header_timeout
         self.open: set[ClientConnection] = set()
         self.draining = False
-        """set when the server stops: a connection that is accepted now has one request"""
+        """the server stops: each new connection gets one request"""
         self._pause_after = pause_after
         """seconds after which a client counts as not reading"""
         self._write_timeout = write_timeout
         self.interval = min(SWEEP, header_timeout / 4, write_timeout / 4, pause_after / 2)
-        """seconds between two looks at all connections"""
+        """seconds between two checks of all connections"""
         self._most = most
         self._entered: set[ClientConnection] = set()
-        """with those that are not `open` yet"""
+        """counted connections: `open` ones and those not yet set up"""
 
     def __call__(
         self,
@@ -363,13 +361,13 @@ class ClientConnections:
         self._entered.discard(connection)
 
     async def watch(self) -> None:
-        """Look at all connections again and again, until cancelled."""
+        """Check all connections every `interval` seconds, until cancelled."""
         while True:
             await asyncio.sleep(self.interval)
             self._sweep(time.monotonic())
 
     def _sweep(self, now: float) -> None:
-        """Look at each connection; one at which that fails is ended."""
+        """Check each connection; abort it if the check fails."""
         for connection in list(self.open):
             with isolate_errors("client connections") as one:
                 self._look(connection, now)

@@ -23,7 +23,7 @@ _PLAIN = {
 _CHUNK = re.compile(
     rb'(data: .*?(?:"delta":\{"content":|"choices":\[\{"index":0,"text":))"(?:[^"\\]|\\.)*+"(.*)', re.DOTALL
 )
-"""Matches no text of a token, because JSON strings escape quotes."""
+"""A chunk with text. Tokens cannot imitate its fields, because JSON escapes their quotes."""
 _json = msgspec.json.Encoder().encode
 
 
@@ -70,8 +70,8 @@ class CycleChunks(ChunkWriter):
 
 
 class DeltaStream:
-    """The response to a plain request. vLLM's app or `write` gets each output. `write` must wait until the app has
-    written its chunks, because chunks must stay in order."""
+    """The response to a plain request. For each output, vLLM's app or `write` makes the chunk. To keep chunks in order,
+    `write` must wait for the app's."""
 
     def __init__(self, connection: ChunkWriter) -> None:
         self._connection = connection

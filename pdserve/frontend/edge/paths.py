@@ -18,7 +18,7 @@ TOKENIZING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 """POST requests with a JSON body that may name a model; they need no decode worker."""
 _ALLOWED = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip().lower() in ("1", "true")
 ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}) if _ALLOWED else frozenset()
-"""Empty unless the environment allows them, as in vLLM."""
+"""Like vLLM, empty unless the environment allows loading adapters."""
 WITH_BODY = GENERATING | TOKENIZING | ADAPTERS
 BY_ID = re.compile(r"/v1/responses/[^/]+(/cancel)?")
 """Any model may answer, because responses are not stored."""

@@ -23,7 +23,7 @@ class RequestRecord:
     failure: RequestFailure | None
     """Why it failed. None also if only vLLM's app knows why."""
     begun: bool
-    """Whether its key and path were accepted and a model that generates got it."""
+    """Whether its key and path were accepted and a generating model got it."""
     started: float
     """Monotonic time of its arrival; the receipt's hops are relative to it."""
     span: TracedSpan | None

@@ -55,7 +55,7 @@ class RequestFailure:
     @classmethod
     def model_replaced(cls, model: str, redirect: bool) -> Self:
         """The request waits for a decode worker of a model that was replaced."""
-        why = f"{model} was replaced by another model of this name, and no worker of the one before is left"
+        why = f"{model} was replaced by another model of this name, and no worker of the old one is left"
         return cls(503, f"{why}; send the request again", RETRY_AFTER, redirect)
 
 
@@ -63,15 +63,15 @@ SHUTTING_DOWN = RequestFailure(503, "the frontend is shutting down", RETRY_AFTER
 
 
 class SequenceHops:
-    """The hops of one sequence: in the frontend, at a decode worker, in the frontend again... Each method records a
-    change of place; none is called per token."""
+    """The hops of one sequence: in the frontend, at a decode worker, in the frontend again... Call a method when the
+    sequence moves, not per token."""
 
     def __init__(self, started: float) -> None:
         self._started = started
         """Monotonic, as all times of this class."""
         self._past: list[Hop] = []
         self._held: tuple[float, str] | None = None
-        """Time and reason of the frontend's hold."""
+        """Since when and why the frontend holds the sequence."""
         self._sent: float | None = None
         """Time of sending it to its worker; None if no worker has it."""
         self._instance = ""
@@ -95,7 +95,7 @@ class SequenceHops:
         self._sent, self._instance, self._reported, self._first_output = time.monotonic(), instance, [], None
 
     def reported(self, hops: Sequence[Hop]) -> None:
-        """Its worker reports hops: all that it knows of."""
+        """Replace the worker's hops by its newest report."""
         if self._sent is not None:
             offset = self._sent - self._started
             self._reported = [
@@ -111,12 +111,13 @@ class SequenceHops:
             ]
 
     def decoding(self) -> None:
-        """Its worker's first output is here; further calls do nothing."""
+        """Record the worker's first output; further calls do nothing."""
         if self._first_output is None:
             self._first_output = time.monotonic()
 
     def left(self, last_token: float) -> list[Hop]:
-        """The sequence left its worker; its last token may be from an earlier one. Return the hops at this worker."""
+        """Record that the sequence left its worker; return the hops there. `last_token`: its time, perhaps at an
+        earlier worker."""
         hops = self._at_worker(last_token)
         self._keep(hops)
         self._sent = None
@@ -126,7 +127,7 @@ class SequenceHops:
         self._keep([Hop("migration", time.monotonic() - self._started, 0.0, self._instance, why[:MAX_WHY])])
 
     def until(self, now: float) -> list[Hop]:
-        """Return all hops in the order of their starts; a hop that is not over ends now."""
+        """Return all hops, sorted by start; an unfinished hop ends at `now`."""
         held = [] if self._held is None else [self._holding(now)]
         return sorted([*self._past, *held, *self._at_worker(now)], key=lambda hop: hop.start)
 
@@ -160,13 +161,13 @@ class RequestState:
     model: str = ""
     started: float = field(default_factory=time.monotonic)
     key: str = ""
-    """name of the API key that it came with; empty where no keys are configured"""
+    """name of its API key; empty if no keys are configured"""
     headers: dict[str, str] = field(default_factory=dict)
-    """of its answer, whatever its status"""
+    """of its response, whatever the status"""
     usage_headers: Callable[[], Mapping[str, str]] = dict
-    """further headers, made when the answer begins: what its key has left"""
+    """makes headers when the response begins: what its key's limits leave"""
     promised: SloTargets = NO_SLO
-    """what is promised to its client"""
+    """its client's promise"""
     first_token: float | None = None
     """monotonic, as `started`"""
     longest_gap: float = 0.0
@@ -176,19 +177,19 @@ class RequestState:
     output_tokens: int = 0
     failure: RequestFailure | None = None
     admission: Admission | None = None
-    """that permits its sequences; None: it generates nothing"""
+    """grants its sequences' permits; None: it generates nothing"""
     deltas: DeltaStream | None = None
-    """of a plain stream"""
+    """writes chunks of a plain stream"""
     has_tools: bool = False
-    """whether a parser looks for calls of tools in its answer"""
+    """whether its response is parsed for tool calls"""
     retries: int = 0
-    """how often a sequence of it went on at another worker"""
+    """migrations of its sequences"""
     span: TracedSpan | None = None
-    """None: it is not traced"""
+    """None: not traced"""
     client: str = ""
     """as `client_of` names it"""
     pixels: int = 0
-    """of its images that are decoded"""
+    """counted for its images"""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """called by `release`"""
     hops: SequenceHops = field(init=False)
@@ -197,14 +198,14 @@ class RequestState:
     _prompts: dict[str, int] = field(default_factory=dict)
     _cached: dict[str, int] = field(default_factory=dict)
     _placed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """by generation: how its prompt got its KV and why, as its worker reported last before an output"""
+    """by generation: `local` or `remote` prefill and the reason, as last reported before an output"""
     _instances: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hops = SequenceHops(self.started)
 
     def restarted(self) -> "RequestState":
-        """Return a new state for the same request, which keeps nothing but its hops so far."""
+        """Return a new state for the request at another model: without admission, tokens and failure."""
         before = self.model, self.started, self.key, self.headers, self.usage_headers
         state = RequestState(self.request_id, self.path, self.deadline, *before)
         state.hops, state.retries, state.span = self.hops, self.retries, self.span
@@ -212,7 +213,7 @@ class RequestState:
         return state
 
     def release(self) -> None:
-        """Free what the request holds, at its end."""
+        """Free the request's resources, at its end."""
         for end in self.at_end:
             end()
 
@@ -222,7 +223,8 @@ class RequestState:
         return self.hops if first else SequenceHops(self.started)
 
     def add_prompt(self, key: str, tokens: int) -> None:
-        """Count a prompt once: the several outputs of n > 1 share one key, and so do beams, which begin as long."""
+        """Count a prompt once per key. All outputs of n > 1 share a key, as do beams, whose first step has the bare
+        prompt."""
         self._prompts.setdefault(key, tokens)
 
     def sent_to(self, instance: str) -> None:
@@ -233,11 +235,11 @@ class RequestState:
         self._placed[generation] = prefill, placed.reason[:MAX_WHY]
 
     def add_cached(self, key: str, tokens: int) -> int:
-        """Count and return the cached tokens of a prompt's first output: the others of n > 1 find what it left."""
+        """Count a prompt's cached tokens once and return them: further outputs of n > 1 find the KV of the first."""
         return self._cached.setdefault(key, tokens)
 
     def add_tokens(self, count: int, gap: float | None) -> None:
-        """Count tokens that go on to the client, this many seconds after those before."""
+        """Count tokens passed to the client, `gap` seconds after the previous ones."""
         if self.first_token is None:
             self.first_token = time.monotonic()
         elif gap is not None and gap > self.longest_gap:
@@ -259,7 +261,7 @@ class RequestState:
 
     @property
     def reason(self) -> str:
-        """Why, in the decode workers' words and in the order of `prefill`."""
+        """The decode workers' reasons for `prefill`, in the same order."""
         return ",".join(dict.fromkeys(reason for _, reason in sorted(set(self._placed.values()))))
 
     @property
@@ -280,8 +282,8 @@ current_request: ContextVar[RequestState | None] = ContextVar("pdserve_request",
 
 
 def seconds_allowed(asked: str | None, default: float, most: float) -> float:
-    """Return how long a request may take: what its header `x-request-timeout` says, or the default. Raises
-    BadRequest for what is no number of seconds, or more than the configured maximum."""
+    """Return how many seconds a request may take: `asked` by its header `x-request-timeout`, or the default. Raises
+    BadRequest if that is no number above 0, or exceeds the configured maximum."""
     if asked is None:
         return default
     try:

@@ -38,7 +38,7 @@ _ERROR_TYPES = {
 _EVENT = b"data: "
 _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 MAX_TIMED, MAX_SAID = 16, 100
-"""hops in a `server-timing` header, characters of the description of each"""
+"""Most hops in a `server-timing` header, most characters of each description."""
 
 
 class HttpError(PdserveError):
@@ -52,12 +52,12 @@ class HttpError(PdserveError):
 
 
 REFUSALS = (HttpError, BadRequest, Overloaded)
-"""errors by which a request is answered"""
+"""Errors that become the response."""
 
 
 def error_body(path: str, error: PdserveError) -> dict[str, object]:
-    """Return the error in OpenAI's shape, as vLLM's own errors are; under /v1/messages in Anthropic's. vLLM has no
-    limits of keys: an error with a `limit` is as OpenAI and Anthropic have it."""
+    """Return the error in OpenAI's shape, like vLLM's own errors; under /v1/messages in Anthropic's. Errors of a key's
+    `limit`, which vLLM lacks, look like OpenAI's and Anthropic's."""
     kind, limit = _ERROR_TYPES.get(error.status, "InternalServerError"), error.limit
     message = str(error).encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
     if path.startswith("/v1/messages"):
@@ -74,9 +74,9 @@ def error_response(path: str, error: PdserveError) -> Response:
 
 
 def with_one_shape(path: str, body: bytes, status: int = 0) -> bytes:
-    """Give an error of vLLM's app, whole or as an event of a stream, the shape of `error_body`: bodies that cannot be
-    read have a `detail`, and what is wrong in a request for Anthropic's route is in OpenAI's shape. What the graph
-    caused has the type that its status has everywhere: the app calls a 504 now TimeoutError, now Gateway Timeout."""
+    """Give an error of vLLM's app, a whole body or an event of a stream, the shape of `error_body`. The app reports
+    unreadable bodies as `detail`, and errors on Anthropic's route in OpenAI's shape. From 429 on, each status gets one
+    error type: the app calls a 504 TimeoutError or Gateway Timeout."""
     mark = _EVENT if body.startswith(_EVENT) else b""
     try:
         found = fields = msgspec.json.decode(body.removeprefix(mark))
@@ -98,16 +98,16 @@ class ResponseWriter:
 
     def __init__(self, send: Send, state: RequestState) -> None:
         self.state = state
-        """of the model that answers now"""
+        """at the model that responds now"""
         self.status = 0
         """the status that was sent; 0 before"""
         self.ended = False
-        """whatever the app still sends is dropped"""
+        """further messages of the app are dropped"""
         self.refusal: RequestFailure | None = None
-        """an error that its state does not have"""
+        """a failure that `state` does not have"""
         self._send = send
         self._held: Message | None = None
-        """the start, until the first part of the body"""
+        """the start message, until the first part of the body"""
         self._early: list[Message] = []
         """parts of the body that came while the start was held"""
         self._stream = False
@@ -115,17 +115,17 @@ class ResponseWriter:
 
     @property
     def redirected(self) -> bool:
-        """Whether nothing was sent and another model is to answer, after `restart`."""
+        """Whether another model is to respond, after `restart`, because nothing was sent."""
         failure = self.state.failure
         return failure is not None and failure.redirect and not self.status and not self._disconnected
 
     @property
     def failure(self) -> RequestFailure | None:
-        """Why the request failed; None also where only the model's app knows."""
+        """Why the request failed; None also if only the model's app knows."""
         return self.state.failure or self.refusal
 
     def restart(self) -> None:
-        """Begin anew for another model's app, when the first one has ended. `state` is a new one from now on."""
+        """Begin again for another model's app, after the first one has ended. Replaces `state`."""
         self.state = self.state.restarted()
         self._held = None
         self._early.clear()
@@ -168,8 +168,8 @@ class ResponseWriter:
         await self._send_body({"type": "http.response.body", "body": body})
 
     async def fail(self, failure: RequestFailure) -> None:
-        """End the response with an error, whatever the app would still send: as the whole answer, or as the last event
-        of a stream that has begun."""
+        """End the response with an error: the whole response, or the last event of a stream that has begun. The app
+        sends nothing more."""
         if self.ended:
             return
         self.refusal = self.refusal or failure
@@ -259,8 +259,8 @@ def _error_event(path: str, failure: RequestFailure) -> bytes:
 
 
 def server_timing(hops: Sequence[Hop], *, whole: bool) -> str:
-    """Return the `server-timing` header: each hop with its ms and its instance or, where it takes no time, its reason.
-    A stream is not `whole` when it begins: its decode is still to come."""
+    """Return the `server-timing` header: each hop with its ms and its instance or, if it takes no time, its reason.
+    `whole`: false at the start of a stream, to leave out its unfinished decode."""
     shown = [hop for hop in hops if hop.name in HOPS and (whole or hop.name != "decode")]
     return ", ".join(map(_timed, shown[:MAX_TIMED]))
 
@@ -276,7 +276,7 @@ def _timed(hop: Hop) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace what must not stand in a quoted string of a header."""
+    """Replace characters that a header's quoted string must not have."""
     return re.sub(r"[^ !#-\[\]-~]", "?", text)
 
 

@@ -67,7 +67,8 @@ def _is_sibling(pid: int | None) -> bool:
 
 
 def _starter(pid: int) -> int:
-    """Return the parent's pid. A role that runs alone has a guard process with its command line between them."""
+    """Return the parent's pid, or the grandparent's if the parent is a lone role's guard, which has the same command
+    line."""
     process = psutil.Process(pid)
     above = process.parent()
     alone = above is not None and above.cmdline() == process.cmdline()

@@ -85,8 +85,8 @@ class ApiKeys:
 
 
 def is_local(scope: Scope) -> bool:
-    """Return whether the client is on this machine, and asked for it by address or as localhost: any other name may be
-    that of a web page which leads its browser here (DNS rebinding)."""
+    """Return whether the client is on this machine and its Host header is an address or localhost: any other name may
+    belong to a web page that sends its browser here (DNS rebinding)."""
     client, server = scope.get("client"), scope.get("server")
     if not client or not server or not is_local_host_header(Headers(scope=scope).get("host", "localhost")):
         return False
@@ -101,7 +101,7 @@ class KeySource:
         self._file = file
         self._env = env
         self._notes, self._error = list[str](), ""
-        """that were logged"""
+        """notes and error that were logged"""
         loaded = read_keys(file, env)
         self._states = {path: stamp(path) for path in loaded.files}
         self.keys = ApiKeys()
@@ -138,6 +138,6 @@ def _given(headers: Mapping[str, str]) -> str:
 
 
 def client_of(request: Request, key: str) -> str:
-    """Return what counts as one client where clients share fairly: the API key or, where no keys are configured and any
-    could be made up, the address."""
+    """Return the client's name in fair queues: its API key's or, without configured keys, its address, because it could
+    make up any key."""
     return key or (request.client.host if request.client else "")

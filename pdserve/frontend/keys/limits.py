@@ -1,8 +1,8 @@
-"""What an API key has left of what it may use at this frontend. Pure: its caller gives the time, in monotonic seconds.
+"""What is left of an API key's limits at this frontend. Pure: callers pass the time in monotonic seconds.
 
-Requests and tokens come from a bucket that holds a minute's worth and fills steadily; below zero it counts on. Each
-frontend fills its buckets at its share of the rate, by the number of frontends, and asks no other process: in the mean
-a key never gets more than its limits from all of them (docs/decisions/0036-limits-of-keys.md).
+Requests and tokens come from a bucket that holds a minute's worth and fills steadily; its level may be negative. Each
+frontend fills its buckets at the rate divided by the number of frontends, without asking them: on average a key never
+gets more than its limits from all (docs/decisions/0036-limits-of-keys.md).
 """
 
 import math
@@ -28,7 +28,7 @@ class Bucket:
     def __init__(self, limit: int, shares: int, now: float) -> None:
         """A bucket begins full."""
         self.limit = limit
-        """what it holds; one of `shares` equal buckets gets this per minute divided by their number"""
+        """capacity; per minute it gets this much, divided by `shares`"""
         self._shares = shares
         self._level = float(limit)
         self._at = now
@@ -108,7 +108,7 @@ class KeyQuota:
             self.used[kind] += amount
 
     def state(self, now: float) -> Iterator[tuple[str, int, int, float]]:
-        """Yield each kind with its limit, the rest, and the seconds until it is full again."""
+        """Yield each kind with its limit, what is left, and the seconds until its bucket is full."""
         for kind, bucket in self.buckets.items():
             left = max(0, math.floor(bucket.level(now) + _ALMOST))
             yield kind, bucket.limit, left, bucket.wait(bucket.limit, now)

@@ -1,9 +1,8 @@
 """CORS: which web pages may use the frontend from a browser.
 
-Where requests need a key any page may: it has to bring one. Where they need none, the browser of a user of this machine
-could be made to ask by any page that this user visits. So a page has to be of this machine, or named in
-`Frontend.allowed-origins`; and a frontend on loopback answers to names of this machine only, or a page could have its
-own name lead here (DNS rebinding).
+If requests need a key, any page may, because it must send one. If they need none, any page that a user of this machine
+visits could send requests by the user's browser. So a page must be of this machine, or in `Frontend.allowed-origins`;
+and a frontend on loopback serves only names of this machine, because a page's own name could lead here (DNS rebinding).
 """
 
 import re
@@ -33,8 +32,8 @@ class CrossOrigin:
         host: str = "",
         open_paths: Collection[str] = (),
     ) -> None:
-        """`keys` is empty while requests need none; `host` is what the frontend listens on; `open_paths` need no key
-        even then."""
+        """`keys`: empty while requests need none. `host`: the frontend listens on it. `open_paths`: never need a
+        key."""
         self._app, self._keys, self._allowed, self._open = app, keys, allowed, open_paths
         self._hosts = {urlsplit(origin).hostname for origin in allowed}
         self._check_host = is_loopback(host) and ANY not in allowed

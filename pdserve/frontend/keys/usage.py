@@ -14,9 +14,9 @@ from pdserve.util import clock
 
 
 class KeyUse:
-    """One request, from its head to the end of its answer. Entering counts it; `reserve`
-    counts its tokens as they may become, and leaving as they were. What the graph did not serve (429, 503) does not
-    count. Entering and `reserve` raise LimitReached."""
+    """One request, from its head to the end of its response. Entering counts it, `reserve` its expected tokens, and
+    leaving its actual tokens. A request that the graph did not serve (429, 503) does not count. Entering and `reserve`
+    raise LimitReached."""
 
     def __init__(self, ledger: KeyLedger, response: ResponseWriter) -> None:
         self._ledger = ledger
@@ -56,7 +56,7 @@ class KeyUse:
                 quota.count("requests", -1, now)
 
     def _headers(self) -> Mapping[str, str]:
-        """OpenAI's, or Anthropic's."""
+        """Return OpenAI's headers, or Anthropic's."""
         assert self._quota is not None
         headers = {"x-should-retry": "false"} if self._too_large else {}
         anthropic = self._response.state.path.startswith("/v1/messages")

@@ -65,7 +65,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self.stream_deltas: Callable[[str, DeltaStream, bool], None]
         """makes most chunks of a plain stream without vLLM's app (`edge/deltas.py`)"""
         self.plain_paths: Mapping[str, bool] = {}
-        """routes with plain streams, and the last argument of `stream_deltas` for each"""
+        """routes on which to call `stream_deltas`; the value is its argument `empty`"""
         self.on_capacity: Callable[[], None] = lambda: None
         """called when the workers may have more capacity"""
         self.estimate = RequestEstimate()
@@ -271,8 +271,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     def _fail_behind(
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
     ) -> None:
-        """Fail a generation, the only one of its HTTP request, after its held outputs. The error is sent in the next
-        event loop turn, because it would replace the outputs in AsyncLLM's collector."""
+        """Fail a generation after its held outputs; only requests of one generation hold any. The error is sent in the
+        next event loop turn, because it would replace the outputs in AsyncLLM's collector."""
         generation.state.failure = failure
         self._pass_on([(generation, output) for output in held])
         if generation.id in self._generations:

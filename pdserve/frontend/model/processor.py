@@ -46,7 +46,7 @@ FETCH_TIMEOUT = 10.0
 ASK_INTERVAL = 1.0
 """Seconds after which another round of requests to the workers starts, beside those that still wait."""
 WORKER_POLL_INTERVAL = 0.2
-"""Seconds between two rounds of one task."""
+"""Seconds between two rounds by the same task."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class ServedModels:
     # for reports
 
     def why_unserved(self, name: str | None = None) -> str:
-        """Why this model, or without a name every model, is not being served. Empty if it, or any model, is."""
+        """Why this model is not being served; without a name, why none is. Empty if it, or any, is."""
         if name is None:
             if any(model.usable_workers for model in self._models.values()):
                 return ""
@@ -299,7 +299,7 @@ class ServedModels:
         loaded, before = set(by_worker.values()), self._mixed.get(name)
         self._mixed[name] = loaded
         if len(loaded) > 1 and loaded != before:
-            text = "%s: its workers loaded different weights or settings (%s): new requests go to those of %s only"
+            text = "%s: its workers loaded different weights or settings (%s): new requests go only to workers with %s"
             logger.warning(text, name, by_worker, _newest(cards).fingerprint)
 
     # the life of one model

@@ -129,10 +129,8 @@ class Receipts(Plugin):
         request_id = request.path_params["id"]
         if receipts := await self._find(request, 1, request_id):
             return json_response(receipts[0])
-        kept = (
-            f"of the last {MAX_RECEIPTS:,} requests of each frontend, for {RECEIPT_LIFETIME / 60:g} minutes"
-        )
-        raise HttpError(404, f"there is no receipt of the request {request_id}: they are kept {kept}")
+        kept = f"those of its last {MAX_RECEIPTS:,} requests, for {RECEIPT_LIFETIME / 60:g} minutes"
+        raise HttpError(404, f"there is no receipt of the request {request_id}: a frontend keeps {kept}")
 
     async def _find(self, request: Request, limit: int, request_id: str = "") -> list[Receipt]:
         """Return the receipts of all frontends that the key may see. For one id, this frontend's own is enough."""

@@ -162,7 +162,7 @@ class Generation:
         self.tokens += tokens
 
     def count_passed(self, tokens: int) -> float | None:
-        """Count tokens passed to the client. Returns the seconds between two of them; None with the first token."""
+        """Count tokens passed to the client. Returns the mean seconds between two tokens; None for the first."""
         if not tokens:
             return None
         before, self.last_passed = self.last_passed, time.monotonic()

@@ -75,7 +75,7 @@ def next_attempt(generation: Generation) -> Submit:
     size = sum(map(len, encoded)) * (admission.size.sequences if admission is not None else 1)
     if size > MAX_PARAMETER_BYTES:
         raise Unencodable(
-            f"its parameters have {size} bytes in all outputs; they may have {MAX_PARAMETER_BYTES}"
+            f"the parameters of all outputs have {size} bytes; they may have {MAX_PARAMETER_BYTES}"
         )
     return Submit(
         attempt_id,
@@ -245,8 +245,8 @@ class Migration:
     # no worker is available
 
     def wait(self, generation: Generation, *, retry: bool) -> None:
-        """Wait for a worker until the deadline. With `retry`, after `RETRY_DELAY` also the workers that lost it may get
-        it."""
+        """Wait for a worker until the deadline. With `retry`, workers that lost it may get it again after
+        `RETRY_DELAY`."""
         loop, timers = asyncio.get_running_loop(), self.waiting.setdefault(generation, [])
         if not timers:
             left = max(0.0, generation.state.deadline - time.monotonic())
@@ -270,9 +270,9 @@ class Migration:
         self._core.fail(generation, RequestFailure.no_worker(self._model, generation.last_loss))
 
     def redirect_if_replaced(self, generation: Generation) -> None:
-        """If the model is replaced, end a request without tokens and without a worker, all its sequences, so that the
-        edge sends it to the new model. A request at which an engine died fails instead, because the new model's workers
-        would count engine deaths from 0. A request with tokens waits for a worker of its own model."""
+        """If the model is replaced, end all sequences of a request without tokens and workers, so that the edge sends
+        it to the new model. A request at which an engine died fails instead, because the new model's workers would
+        count engine deaths from 0. A request with tokens waits for a worker of its own model."""
         state = generation.state
         if not self.is_replaced or state.first_token:
             return

@@ -306,7 +306,7 @@ class OutputHandler:
 
 def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty: bool) -> None:
     """Let `deltas` write the text of this request's outputs while it is ready; vLLM's app gets the other outputs. The
-    next of these repeats the token ids of the written text, because the app counts tokens. `empty`: the app makes
+    next of these includes the token ids of the written text, because the app counts tokens. `empty`: the app makes
     chunks of outputs without text too (half of a character).
 
     Wraps `make_request_output` of vLLM's private `RequestState`, and reads its queue and detokenizer."""
@@ -370,8 +370,8 @@ async def make_app(
 
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
-    """Return the routes on which chunks of a plain request differ only in their text (`frontend/edge/deltas.py`), each
-    with whether outputs without text have chunks there. On other routes a parser reads each text, or something is added
+    """Return the routes on which chunks of a plain request differ only in their text (`frontend/edge/deltas.py`), and
+    for each whether outputs without text have chunks. On other routes a parser reads each text, or something is added
     to each chunk. vLLM's older tool parsers read nothing without tools."""
     if args.enable_force_include_usage or args.enable_log_outputs or args.sse_keep_alive_interval:
         return {}

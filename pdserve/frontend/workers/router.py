@@ -13,7 +13,7 @@ from pdserve.contract.slo import MIN_MISS_DIFFERENCE, gap_miss_probability, ttft
 
 LOAD_WEIGHT = 0.1
 """Tokens to prefill that one outstanding token at a worker counts for: the router follows a prefix hit until that
-worker has ten times as many more outstanding tokens than another as the hit saves. Far below 1, because most
+worker has ten more outstanding tokens than another for each token that the hit saves. Far below 1, because most
 outstanding tokens have their KV already and only share engine steps with the new request (see decision 0031)."""
 
 

@@ -217,7 +217,7 @@ async def test_without_a_decode_worker_nothing_is_blank(graph: Graph, browser: B
         page = visit.page
         await visit.draws(state)
         await visit.says("decode-0 of 127.0.0.1 is gone")
-        await visit.says("1 request lost it")
+        await visit.says("1 request migrated")
         await visit.says("no decode worker is available")
         await expect(page.locator("#models")).to_have_text("demo")
         await expect(page.locator("#model")).to_have_value("demo")
@@ -337,7 +337,7 @@ async def test_a_frontend_that_does_not_answer_is_shown_until_it_does(graph: Gra
         await expect(live).to_contain_text("live")
         await visit.page.route("**/dashboard/state", lambda route: route.abort())
         await expect(live).to_contain_text("no answer")
-        await visit.says("what is shown is what it told last")
+        await visit.says("the page shows its last state")
         await expect(visit.page.locator("#problems")).not_to_contain_text("All is well")
         await visit.page.route("**/dashboard/state", lambda route: route.fulfill(json={}))
         await visit.looks_again()  # a state that it cannot show

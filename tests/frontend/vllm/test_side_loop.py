@@ -121,7 +121,7 @@ TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
         ({"prompt": LONG, "n": 7, "prompt_logprobs": 20}, TOO_MANY),
         ({"prompt": [LONG] * 7, "prompt_logprobs": 20}, TOO_MANY),
         ({"prompt": [LONG] * 4, "n": 4, "echo": True, "logprobs": 9}, TOO_MANY),
-        ({"n": 64, "vllm_xargs": {"a": "x" * 1_000_000}}, "in all outputs; they may have 33554432"),
+        ({"n": 64, "vllm_xargs": {"a": "x" * 1_000_000}}, "bytes; they may have 33554432"),
     ],
 )
 async def test_what_each_output_of_a_request_repeats_is_bounded(

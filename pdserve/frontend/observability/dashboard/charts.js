@@ -16,7 +16,7 @@ const CHARTS = [
 
 let moments = [];
 let tick = 2;
-let of = ""; // which models, where there are several
+let of = ""; // names of the models, if there are several
 let width = 240;
 let pointed = null; // { chart, ago }: which moment's values are shown
 
@@ -65,7 +65,7 @@ function drawing(chart, index, shown, at, said) {
   pointed?.chart === index && at && s("line", { class: "pointer", x1: x(at.age), x2: x(at.age), y1: TOP, y2: HEIGHT - BOTTOM }));
 }
 
-// With gaps where there is no value; a value between two gaps is a short dash.
+// A line with gaps for missing values; a value between two gaps is a short dash.
 function path(shown, field, y) {
   let [line, pen] = ["", false];
   for (const moment of shown) {
@@ -79,7 +79,7 @@ function path(shown, field, y) {
   return line;
 }
 
-// Axes: where their rules are, and at which share of the height a value is.
+// Axes: the values of their rules, and the share of the height for a value.
 
 function linear(values) {
   const most = Math.max(1, ...values);

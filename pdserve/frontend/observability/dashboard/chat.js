@@ -19,7 +19,7 @@ export function showModels(state) {
 async function send(text) {
   stopping = new AbortController();
   busy(true);
-  const asked = conversation; // `clear` begins another one meanwhile
+  const asked = conversation; // `clear` may replace it meanwhile
   asked.push({ role: "user", content: text });
   const answer = h("div", { class: "answer" });
   const about = h("div", { class: "about" });

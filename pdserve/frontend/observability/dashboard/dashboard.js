@@ -21,14 +21,14 @@ async function poll() {
   polling = true;
   try {
     const answer = await ask("dashboard/state", { signal: AbortSignal.timeout(PATIENCE) });
-    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error?.message ?? `it says ${answer.status}`);
+    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error?.message ?? `status ${answer.status}`);
     state = await answer.json();
     away = null;
   } catch (error) {
     if (!(error instanceof NeedsKey)) away ??= { since: Date.now(), why: error.name === "Error" ? error.message : "" };
   }
   polling = false;
-  timer = setTimeout(poll, EVERY); // before what may throw: the next state may be fine
+  timer = setTimeout(poll, EVERY); // before `render`, which may throw on this state only
   render();
 }
 
@@ -66,7 +66,7 @@ function showProblems() {
       h("span", {}, problem.text, problem.advice && h("span", { class: "quiet" }, `; ${problem.advice}`)),
       problem.seconds !== null && h("span", { class: "quiet", "aria-hidden": "true" }, lasting(problem.seconds))));
   if (away) lines.unshift(h("p", { class: "bad", "data-key": "away" }, h("b", {}, "Problem"),
-    h("span", {}, `${state.frontend} does not answer: what is shown is what it told last`)));
+    h("span", {}, `${state.frontend} does not answer: the page shows its last state`)));
   show($("problems"), lines.length ? lines : h("p", { class: "ok" }, h("b", {}, "All is well"),
     h("span", {}, `${state.nodes.filter((node) => node.state === "ready").length} processes are ready`)));
 }

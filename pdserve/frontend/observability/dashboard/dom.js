@@ -1,4 +1,4 @@
-// Elements, and numbers for people. What comes from outside becomes text here, never markup.
+// Elements, and numbers for people. Data becomes text here, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -33,7 +33,7 @@ function morphChildren(old, fresh) {
   for (const child of [...fresh.childNodes]) {
     const key = child.dataset?.key;
     const found = key ? keyed.get(key) : at;
-    keyed.delete(key); // of several of one key, each is shown
+    keyed.delete(key); // further children with this key get new elements
     if (!found) old.insertBefore(child, at);
     else {
       if (found !== at) old.insertBefore(found, at);

@@ -1,18 +1,18 @@
-// The graph: drawn where there is room for it, else as tiles, the troubled ones first. And its links, as a table.
+// The graph: drawn if there is room, else tiles, those with problems first. Its links: a table.
 
 import { $, duration, h, lasting, many, percent, rate, s, short, show, whole } from "./dom.js";
 
 const MOST_DRAWN = 8; // processes in a column
 const LEAST_WIDTH = 820;
-const MOST_LABELS = 4; // links between two columns that all get one
+const MOST_LABELS = 4; // more links of a kind: only those with problems get a label
 const MOST_ROWS = 60;
-const MANY = 24; // tiles, of which those that are well are small
+const MANY = 24; // above this number of tiles, healthy ones are small
 const [HEAD, HEIGHT, GAP] = [50, 68, 16];
 const TITLES = ["Frontends", "Decode workers", "Prefill workers"];
 const WORDS = { "waiting to restart": "down", stopped: "down", "does not answer": "silent" };
 const COLUMN = { frontend: 0, decode: 1, both: 1, prefill: 2 };
 
-// What all of it needs: levels of trouble by name and by link, names by instance id.
+// For all views: problem levels by process and link, names by instance id, links.
 function read(state) {
   const levels = new Map();
   for (const { about, level } of state.problems)
@@ -124,7 +124,7 @@ function line(link, { x0, x1, y0, y1, bend }) {
     d: `M${x0} ${y0}C${bend} ${y0} ${bend} ${y1} ${x1} ${y1}`, "stroke-width": width.toFixed(1) }, s("title", {}, linkDetails(link)));
 }
 
-// Nearer to the end of which there are more, where the lines have parted; of a line below a column in between, before that.
+// Where lines are apart: near the column with more processes; on a line across a column, before that column.
 function label(link, { x0, x1, y0, y1, bend, far }) {
   const t = far ? 0.14 : link.kind === "kv" ? 0.62 : 0.36;
   const at = (a, b, c, d) => (1 - t) ** 3 * a + 3 * (1 - t) ** 2 * t * b + 3 * (1 - t) * t * t * c + t ** 3 * d;

@@ -3,7 +3,7 @@
 import { $, age, duration, h, many, s, short, show, whole } from "./dom.js";
 
 const MOST = 30;
-const MOST_NARROW = 12; // where the chat comes below
+const MOST_NARROW = 12; // on a page too narrow for the chat beside it
 const MOST_DETOURS = 4;
 const MOST_ALIKE = 3;
 const FILTERS = {
@@ -15,22 +15,22 @@ const FILTERS = {
 
 let state = null;
 let filter = "all";
-let shown = []; // each with when it was told
+let shown = []; // receipts, each with the time of its report
 const open = new Set(); // ids of requests whose timeline is shown
 
 const has = (receipt, name) => receipt.hops.some((hop) => hop.name === name);
 const failed = (receipt) => receipt.status >= 400 || (receipt.error !== "" && !receipt.running);
 
-// A hop that is not over ends now.
+// Whether its last hop, admission, is not over: such a hop ends now.
 function waits({ hops, seconds }) {
   const last = hops.at(-1);
   return last?.name === "admission" && seconds - last.start - last.seconds < 0.001;
 }
 
-// The reason without the way that it repeats: `cheaper` beside `local`, for `local-cheaper`.
+// The reason without its prefix `local` or `remote`: `cheaper` for `local-cheaper`.
 export const why = ({ prefill, reason }) => (reason.startsWith(`${prefill}-`) ? reason.slice(prefill.length + 1) : reason);
 
-// The list holds still while one of it is open, pointed at or has the keyboard: a busy graph has others within a second.
+// The list stays while a row is open, pointed at or focused: a busy graph has other rows within a second.
 const isRead = () => shown.some((receipt) => open.has(receipt.request_id)) || $("requests").querySelector(":focus-visible") !== null
   || (matchMedia("(hover: hover)").matches && $("requests").matches(":hover"));
 
@@ -75,13 +75,13 @@ function row(receipt) {
   ];
 }
 
-// `decode-0` for the id of an instance that is there.
+// From instance id to name (`decode-0`), if present.
 export function nameIn(graph) {
   const names = new Map((graph?.nodes ?? []).filter((node) => node.instance).map((node) => [node.instance.id, node.name]));
   return (id) => names.get(id) ?? id;
 }
 
-// As elements: a line of facts, and each hop as a bar in the time that the request took.
+// A line of facts, and each hop as a bar on the request's time axis.
 export function timeline(receipt, graph) {
   const name = nameIn(graph);
   const total = Math.max(receipt.seconds, ...receipt.hops.map((hop) => hop.start + hop.seconds), 1e-6);
@@ -104,7 +104,7 @@ export function timeline(receipt, graph) {
     })));
 }
 
-// Those that are alike together: a worker that ends is one event, however many requests it had.
+// Equal migrations and fallbacks are one line: a worker's end is one event for all its requests.
 export function showDetours(found) {
   const alike = new Map();
   for (const receipt of found.receipts)
