@@ -61,5 +61,5 @@ class Run:
         return rows
 
     def processes(self) -> list[psutil.Process]:
-        """Its processes that still run."""
+        """Return processes of the run that still exist."""
         return processes_below(self.folder)

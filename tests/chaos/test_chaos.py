@@ -20,11 +20,11 @@ SHARES = (
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
     (30, "pause"),
 )
-"""Per graph: `write-timeout`, longer than a frontend's restart, and its faults. The 200 unread streams fill a small
-machine, so they come when the other graph is nearly through."""
+"""Per graph: `write-timeout` in seconds, longer than a frontend's restart, and its faults. `unread` is late in its
+share, when the other graph is nearly through, because its 200 streams fill a small machine."""
 AT_A_TIME = 2
-"""Graphs tested at the same time, because a row mostly waits; more would starve each other where a frontend takes a
-minute to start."""
+"""Graphs tested at the same time, because a row mostly waits; more would starve each other, so that a frontend
+takes a minute to start."""
 
 APART = {
     "adapter-unload",
@@ -76,7 +76,7 @@ def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run], may_
     assert found[len(SHARES) :] in ([], [list(BETWEEN_HOSTS)])
 
 
-def test_no_fault_drops_anything_of_roles_that_run_alone(tmp_path: Path, chaos: Callable[..., Run]) -> None:
-    """Without `serve`: a manager restarts the roles."""
+def test_no_fault_drops_anything_of_roles_without_serve(tmp_path: Path, chaos: Callable[..., Run]) -> None:
+    """A manager restarts the roles."""
     run = chaos(_file(tmp_path, 4), "--alone", "--only", ",".join(ALONE), "--seconds", "3", "--hold", "11")
     assert [row["fault"] for row in run.good()] == ALONE

@@ -13,9 +13,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 SHORT = "etcd-leader-cut,nats-majority"
 
 
-def test_members_of_clusters_are_lost_and_nothing_is_dropped(
-    tmp_path: Path, chaos: Callable[..., Run]
-) -> None:
+def test_lost_members_of_clusters_drop_nothing(tmp_path: Path, chaos: Callable[..., Run]) -> None:
     file = write(simulated(common={"num-gpu-blocks-override": 3000}), tmp_path / "sim.yaml")
     run = chaos(file, "--clusters", "--only", SHORT, "--workers", "1", "--seconds", "1", "--hold", "3")
     assert [row["fault"] for row in run.good()] == SHORT.split(",")

@@ -21,7 +21,7 @@ def _loaded(file: Path, folder: Path, dtype: str = "") -> tuple[Sections, Path]:
     return sections, written
 
 
-def test_two_of_each_and_servers_of_its_own(tmp_path: Path) -> None:
+def test_a_derived_file_has_two_of_each_role_and_its_own_servers(tmp_path: Path) -> None:
     config = load(_loaded(ROOT / "configs/local.yaml", tmp_path, dtype="float32")[1], {})
     assert config.frontend is not None
     assert config.decode is not None
@@ -31,7 +31,7 @@ def test_two_of_each_and_servers_of_its_own(tmp_path: Path) -> None:
     assert config.decode.engine_args["dtype"] == config.prefill.engine_args["dtype"] == "float32"
 
 
-def test_other_graphs_servers_are_left_alone(tmp_path: Path) -> None:
+def test_a_derived_file_uses_no_servers_of_another_graph(tmp_path: Path) -> None:
     file = tmp_path / "graph.yaml"
     file.write_text(
         "Common: {model: demo}\n"
@@ -52,7 +52,7 @@ def test_other_graphs_servers_are_left_alone(tmp_path: Path) -> None:
     assert "PrefillWorker" not in sections
 
 
-def test_without_a_frontend_no_request_can_be_sent(tmp_path: Path) -> None:
+def test_a_file_without_a_frontend_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "graph.yaml"
     file.write_text("Common: {model: demo}\nVllmWorker: {engine: sim, common-configs: [model]}\n")
     with pytest.raises(ConfigError, match="has no Frontend section"):

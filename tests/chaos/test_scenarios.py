@@ -54,7 +54,7 @@ async def test_garbage_reaches_a_worker_as_messages_of_a_frontend() -> None:
     assert server._refused == {host: 4}
 
 
-def test_garbage_goes_to_the_subjects_of_what_the_workers_have_loaded() -> None:
+def test_garbage_goes_to_the_subjects_of_the_loaded_model() -> None:
     workers = [Instance(f"decode-{number}-a", Role.DECODE, "m", fingerprint="loaded") for number in range(2)]
     names = QueueNames("ns", "m", "loaded")
     answers = [names.answers(worker.id) for worker in workers]
@@ -63,7 +63,7 @@ def test_garbage_goes_to_the_subjects_of_what_the_workers_have_loaded() -> None:
     )
 
 
-async def test_a_full_disk_has_no_room_for_a_byte_and_then_has(tmp_path: Path) -> None:
+async def test_a_full_disk_has_no_room_until_it_is_freed(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     with small_disk(folder) as mounted:
         if not mounted:

@@ -39,7 +39,7 @@ def test_sockets_of_engines_are_in_folders_that_serve_removes(graph: RealGraph) 
     assert len(list(above.glob("sockets-*/vllm_dist_*"))) == 2
 
 
-def test_transfer_is_counted(graph: RealGraph) -> None:
+def test_a_kv_transfer_is_in_metrics_and_receipt(graph: RealGraph) -> None:
     before = graph.metrics()
     body = {**chat("What is the code of the black door?"), "cache_salt": "transfer"}
     answer = httpx.post(f"{graph.url}/v1/chat/completions", json=body, timeout=120)
@@ -64,8 +64,8 @@ def test_transfer_is_counted(graph: RealGraph) -> None:
     assert there["decode"].start + there["decode"].seconds <= receipt.seconds + 0.001
 
 
-def test_nothing_listens_but_what_is_known(graph: RealGraph) -> None:
-    """Only known ports listen, and on loopback only, by default. See docs/security.md."""
+def test_only_known_ports_listen(graph: RealGraph) -> None:
+    """By default, on loopback only. See docs/security.md."""
     found = listeners(graph)
     others = found.pop(("VLLM::EngineCore", "TCP"))
     assert others <= 2 * 20  # each engine's UCX, its store, and Gloo's connections between ranks
@@ -79,5 +79,5 @@ def test_nothing_listens_but_what_is_known(graph: RealGraph) -> None:
         ("VLLM::EngineCore", "KV side channel"): 2,
         ("nats-server", "clients"): 1,
         ("etcd", "clients"): 1,
-        ("etcd", "TCP"): 1,  # other etcds
+        ("etcd", "TCP"): 1,  # for other etcd members
     }

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
 async def complete(graph: RealGraph, case: Case, *, stream: bool, salt: str | None = None) -> Exchange:
-    """`salt` prevents prefix hits from earlier tests."""
+    """Ask for a case. `salt` prevents prefix hits from earlier tests."""
     body = case.body(stream=stream) if salt is None else case.body(stream=stream, cache_salt=salt)
     exchange = Exchange(body)
     await LoadClient(graph.url).ask(exchange, 300)
@@ -26,7 +26,7 @@ def test_a_plain_engine_agrees_with_itself(plain_engine: dict[str, list[list[int
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-async def test_every_length(
+async def test_tokens_of_every_length_equal_a_plain_engines(
     graph: RealGraph, cases: list[Case], reference: dict[str, list[int]], length: int
 ) -> None:
     case = next(case for case in cases if case.name == f"length-{length}")
@@ -35,7 +35,9 @@ async def test_every_length(
     assert answer.prefill == ("remote" if length > LOCAL_LIMIT else "local")
 
 
-async def test_prefix_hits(graph: RealGraph, cases: list[Case], reference: dict[str, list[int]]) -> None:
+async def test_tokens_after_prefix_hits_equal_a_plain_engines(
+    graph: RealGraph, cases: list[Case], reference: dict[str, list[int]]
+) -> None:
     by_name = {case.name: case for case in cases}
     expected = {"prefix-first": "remote", "prefix-short-rest": "local", "prefix-long-rest": "remote"}
     for name, prefill in expected.items():
@@ -44,14 +46,16 @@ async def test_prefix_hits(graph: RealGraph, cases: list[Case], reference: dict[
         assert answer.prefill == prefill, name
 
 
-async def test_many_at_once(graph: RealGraph, cases: list[Case], reference: dict[str, list[int]]) -> None:
+async def test_tokens_of_many_requests_at_once_equal_a_plain_engines(
+    graph: RealGraph, cases: list[Case], reference: dict[str, list[int]]
+) -> None:
     answers = await all_at_once(graph, cases)
     assert [name for name, answer in answers if answer.tokens != reference[name]] == []
     assert {answer.prefill for _, answer in answers} == {"local", "remote"}
 
 
 async def all_at_once(graph: RealGraph, cases: list[Case]) -> list[tuple[str, Exchange]]:
-    """Name and output of each case, once whole and once streamed."""
+    """Ask for each case at once, whole and streamed. Return names and responses."""
     jobs = [(case, stream) for case in cases for stream in (False, True)]
     answers = await asyncio.gather(
         *(complete(graph, case, stream=stream, salt=f"many-{i}") for i, (case, stream) in enumerate(jobs))

@@ -128,11 +128,11 @@ async def ask(graph: RealGraph, *names: str) -> list[Exchange]:
     return asked
 
 
-async def test_the_graph_answers_as_one_server(graph: RealGraph, expected: dict[str, list[int]]) -> None:
+async def test_tokens_equal_those_of_one_server(graph: RealGraph, expected: dict[str, list[int]]) -> None:
     """One after the other, then together, then again with prefix hits."""
     names = list(CASES)[:8]
     alike = [name for name in names if "short" not in name]
-    assert len({tuple(expected[name]) for name in alike}) == len(alike), "each image is answered for itself"
+    assert len({tuple(expected[name]) for name in alike}) == len(alike), "each image changes the tokens"
     first = [answer for name in names for answer in await ask(graph, name)]
     assert {name: answer.tokens for name, answer in zip(names, first, strict=True)} == {
         name: expected[name] for name in names
@@ -141,7 +141,7 @@ async def test_the_graph_answers_as_one_server(graph: RealGraph, expected: dict[
     assert [answer.tokens for answer in await ask(graph, *names)] == [expected[name] for name in names]
 
 
-def test_conforms(
+def test_responses_equal_vllms(
     graph: RealGraph,
     said: tuple[dict[str, list[int]], dict[str, Answer]],
     subtests: pytest.Subtests,
@@ -160,7 +160,7 @@ async def test_a_preempted_request_is_computed_again_with_its_image(
     assert [answer.prefill for answer in answers] == ["remote", "remote"]
     after, counted = graph.metrics(), "vllm:num_preemptions_total"
     assert after(counted) > before(counted)
-    assert after("pdserve_migrations_total") == 0, "the engine has not died of it"
+    assert after("pdserve_migrations_total") == 0, "the engine has not died"
 
 
 async def test_a_stream_continues_at_a_stand_in(graph: RealGraph, expected: dict[str, list[int]]) -> None:

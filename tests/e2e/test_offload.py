@@ -39,7 +39,7 @@ PREFILL = f"PrefillWorker:\n  {BLOCKS}\n  kv-offload: 256MiB\n"
 def offloading(
     tmp_path_factory: pytest.TempPathFactory, reference: dict[str, list[int]]
 ) -> Iterator[RealGraph]:
-    del reference  # first, as for the other graph
+    del reference  # the plain engine runs first
     yaml = graph_yaml().replace("Frontend:\n", FRONTEND)
     yaml = yaml.replace("VllmWorker:\n", DECODE).replace("PrefillWorker:\n", PREFILL)
     with serving(yaml, tmp_path_factory.mktemp("offloading")) as graph:
@@ -91,7 +91,7 @@ def files_on_disk(worker: dict[str, Any], folder: str) -> Iterator[int]:
                 os.close(file)
 
 
-async def test_conversations_that_were_evicted_come_back(
+async def test_evicted_conversations_are_loaded_again(
     offloading: RealGraph, rounds: list[list[tuple[Case, list[int]]]]
 ) -> None:
     """The decode worker has the last conversations in host memory or on disk and prefills them locally. The prefill
@@ -112,7 +112,7 @@ async def test_conversations_that_were_evicted_come_back(
     ] == []
 
 
-async def test_more_at_once_than_the_caches_hold(
+async def test_tokens_are_right_with_more_requests_at_once_than_the_caches_hold(
     offloading: RealGraph, cases: list[Case], reference: dict[str, list[int]]
 ) -> None:
     for _ in range(2):
@@ -120,7 +120,7 @@ async def test_more_at_once_than_the_caches_hold(
         assert [name for name, answer in answers if answer.tokens != reference[name]] == []
 
 
-async def test_blocks_that_are_damaged_on_disk_are_computed(
+async def test_blocks_that_are_damaged_on_disk_are_computed_again(
     offloading: RealGraph, rounds: list[list[tuple[Case, list[int]]]]
 ) -> None:
     last = rounds[1][3:]

@@ -91,7 +91,7 @@ def spanning(tmp_path: Path) -> Iterator[Spanning]:
         yield Spanning(net, tmp_path)
 
 
-def test_two_hosts_answer_as_one_engine_and_requests_outlive_them(spanning: Spanning) -> None:
+def test_a_worker_on_two_hosts_equals_one_engine_and_its_requests_survive_it(spanning: Spanning) -> None:
     spanning.until_both_sides_work()
     answers = [spanning.ask(prompt) for prompt in PROMPTS]
     assert {answer.headers["x-pdserve-prefill"] for answer in answers} == {"remote"}

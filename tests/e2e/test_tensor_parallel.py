@@ -21,7 +21,7 @@ PROMPTS = {length: prompt_of(length, seed=31) for length in (1, 31, 32, 33, 500,
 WINDOWS = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "qkv_bias": True,  # what makes it Qwen2
+    "qkv_bias": True,  # as in Qwen2
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }

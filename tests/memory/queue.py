@@ -47,7 +47,7 @@ class _ModelQueue:
 
 
 class MemoryBroker:
-    """Stands in for NATS."""
+    """Simulates NATS."""
 
     def __init__(self, ack_wait: float = 15.0, max_deliver: int = 5, bound: int = 1000) -> None:
         self.ack_wait = ack_wait

@@ -9,7 +9,7 @@ from pdserve.util.errors import RegistryUnavailable
 
 
 class MemoryServer:
-    """Stands in for etcd. Each client that lives holds its own leased keys, so that no other can take them away."""
+    """Simulates etcd. Each live client has its own leased keys, which no other client can remove."""
 
     def __init__(self) -> None:
         self.alive = True

@@ -58,7 +58,7 @@ def test_what_counts_as_a_leak(after: dict[str, Usage], found: list[str]) -> Non
     assert leaks({"decode-0": IDLE}, after) == found
 
 
-def test_blocks_that_were_held_before_are_leaked_too() -> None:
+def test_blocks_that_were_in_use_before_count_as_leaked_too() -> None:
     held = {"decode-0": Usage(blocks=3)}
     assert leaks(held, held) == ["decode-0: blocks 0 -> 3"]
 
@@ -81,7 +81,7 @@ async def test_a_graph_leaks_nothing_after_requests_that_ended_in_every_way(grap
             Ending.WHOLE,
             0,
             whole({"object": "error", "error": {"message": "engine died"}}),
-        ),  # no stream is asked
+        ),  # not streamed
         (Ending.MIDWAY, 1, whole({"error": {"message": "engine died"}}, 500)),
     ],
 )
@@ -173,8 +173,8 @@ def test_failures_by_schemathesis_count_unless_each_is_excused() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_requests_of_every_shape_leave_nothing(graph: StartedGraph, tmp_path: Path) -> None:
-    """No 5xx, no request, block or slot held, no process gone; the canary is served correctly."""
+async def test_requests_of_every_shape_leave_nothing_behind(graph: StartedGraph, tmp_path: Path) -> None:
+    """No 5xx, no request, block or slot in use, no process lost; the canary gets correct tokens."""
     fuzzer = Fuzzer(graph.graph, graph.state_dir / "logs")
     async with fuzzer.watching():
         await fuzzer.run(hostile_requests("demo"), 4)

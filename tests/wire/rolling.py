@@ -1,9 +1,8 @@
-"""A rolling upgrade under load: the roles of a graph are started from another build, each by itself, on one NATS and
-etcd, and replaced one by one by those of this checkout, as on hosts of which each gets the new build in its turn. Every
-answer is compared, token for token.
+"""A rolling upgrade under load. Roles of another build start without `serve`, on one NATS and etcd. One by one they are
+replaced by roles of this checkout, as on hosts that are upgraded in turn. Every answer is compared, token for token.
 
-Workers are ended before their successors start, since there is no second GPU for them; a frontend's successor has its
-clients first, as behind a load balancer.
+Workers end before their successors start, because there is no second GPU for them. A frontend ends after its clients
+move to its successor, as behind a load balancer.
 """
 
 import asyncio
@@ -42,20 +41,20 @@ WORKERS = {Role.PREFILL: 2, Role.DECODE: 2}
 PATIENCE = 120.0
 """seconds after which a request counts as hung"""
 REMOTE_WITHIN = 60.0
-"""seconds after each replacement in which a prompt has to be prefilled remotely"""
+"""seconds after a replacement within which a prompt must be prefilled remotely"""
 FIRST = "40fa7c474af0c230c0e4dd95fd41a9e90ce8340b"
 ANSWERS = """
 SimModel.next_token = lambda self, context, salt=0: (
     self.first_token + zlib.crc32(struct.pack(f"<{len(context) + 1}q", *context, salt)) % self.tokens
 )
 """
-"""what simulated engines have generated since then: both builds have to serve one model"""
+"""tokens of newer simulated engines, because both builds must serve one model"""
 SETTLE = 40.0
-"""seconds until all KV is free: a lease, and some more"""
+"""seconds until all KV must be free: above a KV lease (30 s)"""
 
 
 def build_of(commit: str, folder: Path) -> Path:
-    """Unpack the package as it is in this commit. Raises Unavailable where this clone lacks it."""
+    """Unpack the package as it is in this commit. Raises Unavailable if this clone lacks it."""
     archive = subprocess.run(
         ["git", "-C", str(ROOT), "archive", commit, "pdserve"], capture_output=True, check=False
     )
@@ -71,8 +70,8 @@ def build_of(commit: str, folder: Path) -> Path:
 
 @dataclass
 class Rolled:
-    """A graph whose roles run by themselves, each of some build, on the files in `folder`: `0.yaml` and `1.yaml` differ
-    in the frontend's port."""
+    """A graph of roles without `serve`, each of some build. Their files `0.yaml` and `1.yaml` in `folder` differ in the
+    frontend's port."""
 
     folder: Path
     urls: tuple[str, str]
@@ -101,7 +100,7 @@ class Rolled:
         await run.until(registered, self.say)
 
     async def end(self, role: Role, index: int) -> None:
-        """Let it drain. Raises Unavailable where it does not end well."""
+        """Let it drain. Raises Unavailable if its exit code is not 0."""
         run = self.running.pop(f"{role.value}-{index}")
         run.process.terminate()
         if code := await wait_for_exit(run.process):
@@ -111,13 +110,13 @@ class Rolled:
         await asyncio.gather(*(run.stop() for run in self.running.values()))
 
     async def fill(self, build: Path) -> None:
-        """The whole graph, with one frontend."""
+        """Start all workers, and one frontend."""
         slots = [(role, index) for role, count in WORKERS.items() for index in range(count)]
         await asyncio.gather(*(self.start(*slot, build) for slot in [(Role.FRONTEND, 0), *slots]))
 
     async def replace(self, build: Path, load: JudgedLoad) -> None:
-        """Bring this build to all slots, one after the other, with remote prefills in between. There are none from the
-        last release's prefill workers alone to this build's decode workers (`records.MIN_KV_WIRE`)."""
+        """Bring this build to all slots in turn, and wait for a remote prefill after each but the last prefill worker:
+        this build's decode workers read nothing from the last release's prefill workers (`records.MIN_KV_WIRE`)."""
         for role, count in WORKERS.items():
             for index in range(count):
                 await self.end(role, index)
@@ -143,8 +142,8 @@ async def _prefilled_remotely(load: JudgedLoad) -> None:
 async def upgrade(
     file: Path, first: Path, then: Sequence[Path], folder: Path, say: Callable[[str], None]
 ) -> list[Row]:
-    """A graph of the build `first`, and a row for the change to each of the others. Raises ConfigError, Unavailable and
-    TimeoutError."""
+    """Start a graph of the build `first`, bring each build in `then` to it, and return a row for each. Raises
+    ConfigError, Unavailable and TimeoutError."""
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(EmbeddedNats(folder / "servers"))
         etcd = await stack.enter_async_context(EmbeddedEtcd(folder / "servers"))
@@ -188,7 +187,7 @@ def _url(config: Config) -> str:
 
 
 def _alone(file: Path, to: Path, nats: str, etcd: str) -> Config:
-    """Write the file for roles that run by themselves: on these servers, with prompts that go by length."""
+    """Write the file for roles without `serve`: with these servers, and remote prefill by length."""
     sections = with_thresholds(derive(file, 2, free_port("127.0.0.1"), free_port("127.0.0.1", 32), "float32"))
     sections["Graph"] |= {"nats": nats, "etcd": etcd}
     return load_config(write(sections, to), {})

@@ -28,11 +28,11 @@ DROPPED: frozenset[str] = frozenset(
         "PrefillProgress.handle.computed_at",
     }
 )
-"""`Message.field`, kinds of messages and names that the last release has and does not need any more: this build is
-without them, and its WIRE is one higher. Empty after each release."""
+"""`Message.field`, kinds of messages and names that the last release has but does not need. This build lacks them, and
+its WIRE is one higher. Empty after each release."""
 ASKED_FOR: dict[str, str] = {}
 """kind of message that the last release does not know -> the field of `Hello` or `Instance` by which its sender sees
-that the receiver reads it: a frontend of 0.1.0 ends a connection on which it reads an unknown kind, others skip it"""
+that the receiver reads it, because a frontend of 0.1.0 closes a connection with an unknown kind; others skip it"""
 
 ADVICE = f"""
 {KEPT.name} is the last release, and both builds run beside each other during an upgrade. So:
@@ -44,8 +44,8 @@ docs/decisions/0072-neighbours.md has the reasons. Never edit what is kept: `mak
 
 
 def differences(sent: Any, read: Any, at: str) -> Iterator[str]:
-    """What of a message was not read as it was sent. A field that was not sent counts, one that was not read does
-    not."""
+    """Yield what was read otherwise than it was sent. A field that is read but not sent counts; one that is sent but
+    not read does not."""
     if isinstance(sent, dict) and isinstance(read, dict):
         for name in read:
             if f"{at}.{name}" in DROPPED:
@@ -62,7 +62,7 @@ def differences(sent: Any, read: Any, at: str) -> Iterator[str]:
 
 
 def crossing(sender: Protocol, reader: Protocol, root: str) -> Iterator[str]:
-    """What goes wrong with the messages that `reader` decodes as `root`."""
+    """Yield problems of `sender`'s messages that `reader` decodes as `root`."""
     decode, known = reader.decoder(root), reader.kinds(root)
     for name, kind in sender.kinds(root).items():
         if name in DROPPED or (name in ASKED_FOR and name not in known):
@@ -77,7 +77,7 @@ def crossing(sender: Protocol, reader: Protocol, root: str) -> Iterator[str]:
 
 
 def without_new(problems: Iterator[str]) -> list[str]:
-    """What an older sender does not know has its default: that is no difference."""
+    """Leave out fields that an older sender does not know, because they have defaults."""
     return [problem for problem in dict.fromkeys(problems) if "is not sent any more" not in problem]
 
 
@@ -103,22 +103,22 @@ def test_the_bytes_of_the_last_release_are_read(file: str) -> None:
     assert list(differences(shared, sent, name)) == [], ADVICE
 
 
-def test_names_on_both_sides_are_those_of_the_last_release() -> None:
+def test_shared_names_are_those_of_the_last_release() -> None:
     kept, now = json.loads((KEPT / "names.json").read_text()), json.loads(json.dumps(wire.names()))
     assert {
         name: now.get(name) for name in kept if name not in DROPPED and now.get(name) != kept[name]
     } == {}, (
-        f"{ADVICE}\nOf two builds with other limits of the queue, each sets the stream back every ten seconds."
+        f"{ADVICE}\nTwo builds with different limits of the queue reset the stream to theirs every ten seconds."
     )
 
 
-def test_the_wire_s_generation_rises_when_something_is_dropped() -> None:
+def test_the_wire_generation_rises_when_something_is_dropped() -> None:
     assert TODAY.wire == RELEASED.wire + bool(DROPPED), (
-        "WIRE in contract/records.py is one more than the last release's where DROPPED has entries, and else the same"
+        "WIRE in contract/records.py must be the last release's, plus one if DROPPED has entries"
     )
 
 
-async def test_a_frontend_of_the_last_release_connects_and_is_heard() -> None:
+async def test_a_frontend_of_the_last_release_connects_and_its_messages_are_read() -> None:
     async with TcpStreamServer("127.0.0.1") as server:
         host, _, port = server.address.removeprefix("tcp://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))

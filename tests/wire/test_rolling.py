@@ -1,4 +1,4 @@
-"""The last release, replaced by this build while clients ask, and then back."""
+"""Under load, this build replaces the last release, and the release then replaces this build."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.wire.rolling import ROOT, build_of, upgrade
 from tools import wire
 
 
-async def test_process_by_process_no_request_is_lost(tmp_path: Path) -> None:
+async def test_no_request_is_lost_when_processes_are_replaced_one_by_one(tmp_path: Path) -> None:
     try:
         released = build_of((wire.released() / wire.COMMIT).read_text().strip(), tmp_path / "released")
     except Unavailable as lacking:

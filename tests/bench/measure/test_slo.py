@@ -21,7 +21,7 @@ def test_missing_bounds_come_from_the_files_slo(tmp_path: Path) -> None:
 
 
 def _exchange(*arrivals: float, **what: Any) -> Exchange:
-    """Started at 100, with these arrivals since then."""
+    """Return an exchange that started at 100 s. `arrivals`: seconds after its start."""
     return Exchange(
         started=100.0,
         arrivals=[100.0 + moment for moment in arrivals],
@@ -42,7 +42,7 @@ def _exchange(*arrivals: float, **what: Any) -> Exchange:
         (_exchange(ended=100.1), "ttft"),  # finished without any token
         (_exchange(ended=0.0), "ttft"),  # no token yet, two seconds after it began
         (_exchange(0.1, 1.99, ended=0.0), "gap"),
-        (_exchange(0.1, 0.15, ended=0.0), "gap"),  # it waits for the next token since nearly two seconds
+        (_exchange(0.1, 0.15, ended=0.0), "gap"),  # it has waited nearly two seconds for the next token
         (_exchange(*(0.1 + 0.05 * n for n in range(38)), ended=0.0), "unfinished"),
     ],
 )

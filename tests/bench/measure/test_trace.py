@@ -82,7 +82,7 @@ def test_requests_that_cannot_be_sent_are_left_out_and_counted(tmp_path: Path) -
     assert trace(tmp_path, {"input_length": 5, "output_length": 1}).rate is None
 
 
-def test_requests_come_in_the_order_of_the_trace_which_begins_again(tmp_path: Path) -> None:
+def test_requests_come_in_the_order_of_the_trace_which_repeats(tmp_path: Path) -> None:
     found = trace(tmp_path, *(mooncake(100 * number, 100, []) for number in range(100)))
     assert found.rate == pytest.approx(10.0)
     few = asked(found, 5.0, 10.0)

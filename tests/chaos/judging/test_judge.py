@@ -14,8 +14,8 @@ RIGHT = (5, 6, 7)
         ([5, 6], "", False, Judgement.FAILED),  # too few
         ([5, 6, 7, 8], "", False, Judgement.WRONG),  # too many
         ([5, 6, 6], "", False, Judgement.WRONG),
-        ([6, 7], "", False, Judgement.WRONG),  # one lost
-        ([5, 5, 6, 7], "", False, Judgement.WRONG),  # one twice
+        ([6, 7], "", False, Judgement.WRONG),  # one token lost
+        ([5, 5, 6, 7], "", False, Judgement.WRONG),  # one token twice
         ([5, 6], "HTTP 503", False, Judgement.FAILED),
         ([], "HTTP 503", False, Judgement.FAILED),
         ([5, 6, 7], "no [DONE]", False, Judgement.FAILED),
@@ -34,7 +34,7 @@ def test_judge(tokens: list[int], error: str, hung: bool, result: Judgement) -> 
         ([10.5, 10.6, 10.7], 10.7, 0.5),  # until the first token
         ([10.1, 12.1, 12.2], 12.2, 2.0),  # in the middle
         ([], 13.0, 3.0),  # nothing ever came
-        ([10.1, 10.2], 19.0, 0.1),  # all tokens were there
+        ([10.1, 10.2], 19.0, 0.1),  # all tokens had come
     ],
 )
 def test_longest_pause(arrivals: list[float], ended: float, pause: float) -> None:
@@ -43,7 +43,7 @@ def test_longest_pause(arrivals: list[float], ended: float, pause: float) -> Non
 
 
 @pytest.mark.parametrize(("pause", "amiss"), [(1.4, False), (4.9, False), (5.1, True), (17.0, True)])
-def test_a_pause_until_a_decode_worker_is_back_is_too_long(pause: float, amiss: bool) -> None:
+def test_a_pause_above_the_bound_of_5_s_is_too_long(pause: float, amiss: bool) -> None:
     assert bool(too_long(pause, calm=1.0)) is amiss
 
 
@@ -63,7 +63,7 @@ def test_first_difference(got: tuple[int, ...], index: int | None) -> None:
         ((5,), "", Judgement.FAILED, None, "ended early, after 1 of 3 tokens"),
     ],
 )
-def test_a_trace(
+def test_a_trace_says_what_went_wrong(
     got: tuple[int, ...], error: str, result: Judgement, differed: float | None, told: str
 ) -> None:
     attempt = Attempt(

@@ -57,7 +57,7 @@ def _cases() -> Iterator[Case]:
         ("hangs", Judgement.HUNG, "no end within 0.5 s"),
     ],
 )
-async def test_what_clients_see(kind: str, result: Judgement, error: str) -> None:
+async def test_responses_are_judged(kind: str, result: Judgement, error: str) -> None:
     async with _server(kind) as url, JudgedLoad(url, "demo", _cases(), 2, 0.5) as load:
         await load.until(lambda attempt: True, 2)
     seen = load.seen("none", 0.0)
@@ -96,14 +96,14 @@ async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
 async def test_a_second_expected_output_counts_only_as_a_whole(
     other: tuple[int, ...], result: Judgement
 ) -> None:
-    kind = "right" if other == ANSWER else "wrong"  # which says 7, 9, 9
+    kind = "right" if other == ANSWER else "wrong"  # the server's tokens are 7, 9, 9
     async with _server(kind) as url, JudgedLoad(url, "demo", _cases(), 1, 5) as load:
         load.also_right = {(1, 2): other}
         await load.until(lambda attempt: True)
     assert {attempt.result for attempt in load.seen("mixed-weights", 0.0)} == {result}
 
 
-async def test_no_request_is_sent_while_it_is_paused() -> None:
+async def test_no_request_is_sent_while_the_load_is_paused() -> None:
     async with _server("right") as url, JudgedLoad(url, "demo", _cases(), 2, 5) as load:
         await load.until(lambda attempt: True)
         load.pause()

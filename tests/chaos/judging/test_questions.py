@@ -1,4 +1,4 @@
-"""Prompts and expected outputs: computed, or from a server whose outputs depend, or do not, on the batch."""
+"""Prompts and expected outputs: computed, or learnt from a server whose outputs may depend on the batch."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -53,7 +53,7 @@ def test_prompts_are_short_or_long_and_never_the_same(file: Path, max_model_len:
     assert max(case.max_tokens for case in cases) <= MAX_OUTPUT
 
 
-def test_only_simulations_are_computed(file: Path) -> None:
+def test_only_outputs_of_simulated_engines_are_computed(file: Path) -> None:
     model = simulated(load(file, {}))
     assert model is not None
     case = next(endless(prompt_lengths(load(file, {}), 1024), 1))
@@ -67,7 +67,7 @@ def test_only_simulations_are_computed(file: Path) -> None:
     assert simulated(load(file, {})) is None
 
 
-def test_a_pool_comes_again_under_new_salts(file: Path) -> None:
+def test_a_pool_is_repeated_with_new_salts(file: Path) -> None:
     pool = list(islice(endless(prompt_lengths(load(file, {}), 1024), 1), 3))
     found = list(islice(again(pool), 9))
     assert [case.prompt for case in found] == [case.prompt for case in pool] * 3
@@ -120,7 +120,7 @@ async def test_only_prompts_with_one_output_are_used(answer: Answer, kept: int) 
         (14, None, False),
     ],
 )
-def test_in_float32_hardly_a_prompt_may_be_left_out(left_out: int, dtype: str | None, amiss: bool) -> None:
+def test_in_float32_at_most_one_prompt_may_be_left_out(left_out: int, dtype: str | None, amiss: bool) -> None:
     assert bool(disagreement(left_out, dtype)) is amiss
 
 

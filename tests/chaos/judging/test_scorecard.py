@@ -1,4 +1,4 @@
-"""From judged requests to the verdict and its output, by tables."""
+"""Rows of judged requests, the verdict and how both are shown, by tables."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ def _trace(result: Judgement, error: str = "") -> AttemptTrace:
     return trace(attempt, result, "decode-kill", 0.0)
 
 
-def test_a_row_counts() -> None:
+def test_a_row_counts_judgements_and_leftovers() -> None:
     seen = [
         Seen(Judgement.OK, 0.1),
         Seen(Judgement.OK, None),
@@ -86,7 +86,7 @@ def test_a_row_is_good_or_not(row: Row, good: bool) -> None:
     assert json.loads(as_json([GOOD, row], complete=False))["good"] is False
 
 
-def test_nothing_tried_is_nothing_passed() -> None:
+def test_a_run_without_faults_has_not_passed() -> None:
     assert not passed([])
     assert not passed([Row("none", requests=10, recovered=0.0), Row("etcd-cut", skipped="needs root")])
 
@@ -109,7 +109,7 @@ async def test_hung_requests_and_missing_workers_are_reported() -> None:
     assert not score("etcd-kill", "etcd", [Seen(Judgement.OK)], 1.0, nothing).good
 
 
-# how it looks
+# how rows are shown
 
 NO_FAULT = Row("none", requests=10, recovered=0.0)
 ETCD = Row("etcd-kill", "etcd", requests=20, p99_pause=0.5, slowest="chaos-a", recovered=1.0, freed=0.3)
@@ -117,7 +117,7 @@ BAD = replace(ETCD, fault="nats-cut", failed=2, wrong=1, leaked=7, recovered=Non
 SKIPPED = Row("decode-cut", skipped="needs root")
 
 
-def test_a_line_has_what_is_not_zero() -> None:
+def test_a_line_has_the_figures_above_zero() -> None:
     assert line(SKIPPED) == "decode-cut: skipped"
     assert line(BAD) == (
         "nats-cut: requests 20, failed 2, wrong 1, p99 pause 0.50 s, recovered never, freed 0.3 s, leaked 7, BAD "

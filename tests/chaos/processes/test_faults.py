@@ -34,7 +34,7 @@ from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import pid_of, restart
 
 
-def test_every_target_by_every_kind() -> None:
+def test_every_target_has_every_kind_of_fault() -> None:
     names = {fault.name for fault in FAULTS}
     assert len(names) == len(FAULTS)
     assert len(CLUSTER_FAULTS) == 15
@@ -62,7 +62,7 @@ LEADERS = [f"etcd-leader-{how}" for how in ("kill", "hang", "cut")]
         (HOST_FAULTS, "servers", ["servers-link-cut-10s", "servers-link-cut-60s", "servers-host-vanish"]),
         (HOST_FAULTS, "servers-link-cut-10s,10s", ["servers-link-cut-10s", *LINKS]),
         (HOST_FAULTS, "limit", ["loss-1%", "delay-50ms", "rate-1gbit"]),
-        # the servers come back where every process looks for them: they have no other address
+        # no servers-host-restart, because processes know only one address of the servers
         (HOST_FAULTS, "restart", ["decode-host-restart", "prefill-host-restart"]),
         (CLUSTER_FAULTS, "etcd-leader,majority", [*LEADERS, "nats-majority", "etcd-majority"]),
     ],
@@ -155,7 +155,7 @@ def _all(victims: list[Victim], status: str) -> bool:
 
 
 @pytest.mark.parametrize("harm", [Harm.KILL, Harm.DRAIN])
-async def test_victims_end(victims: list[Victim], tmp_path: Path, harm: Harm) -> None:
+async def test_killed_and_drained_victims_end(victims: list[Victim], tmp_path: Path, harm: Harm) -> None:
     async with injected(harm, victims, os.getpid(), tmp_path):
         await until(lambda: _all(victims, psutil.STATUS_ZOMBIE))
 
@@ -223,7 +223,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 @pytest.mark.parametrize("error", [KeyError("status"), IndexError("pop"), LookupError("has ended by itself")])
-async def test_an_unexpected_error_is_a_failure_and_an_impossible_fault_is_skipped(
+async def test_a_fault_with_an_unexpected_error_is_bad_and_an_impossible_one_skipped(
     scene: Scene, error: Exception
 ) -> None:
     raised = [error, Cannot("needs root"), Cannot("needs root")]
@@ -234,15 +234,13 @@ async def test_an_unexpected_error_is_a_failure_and_an_impossible_fault_is_skipp
     fault = Fault("batch-kill", "", play)
     assert await _played(fault, scene) is not None
     assert scene.amiss == [f"the fault failed: {error!r}"]
-    assert await _played(fault, scene) is not None, "what was seen before counts"
+    assert await _played(fault, scene) is not None, "counts because of the earlier problem"
     scene.amiss.clear()
     with pytest.raises(Cannot, match="needs root"):
         await _played(fault, scene)
 
 
-async def test_a_fault_without_effect_is_a_failure(
-    scene: Scene, victims: list[Victim], tmp_path: Path
-) -> None:
+async def test_a_fault_without_effect_is_bad(scene: Scene, victims: list[Victim], tmp_path: Path) -> None:
     with pytest.raises(Cannot, match="decode-0 has no connection to cut"):
         async with injected(Harm.CUT, victims[:1], os.getpid(), tmp_path):
             pass

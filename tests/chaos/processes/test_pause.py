@@ -1,4 +1,4 @@
-"""While a process's monotonic clock stands still no time passes for it, and its waits keep their length."""
+"""A process whose monotonic clock stands still misses that time, and its waits keep their length."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def two(clocks: Path) -> Iterator[list["subprocess.Popen[str]"]]:
 
 
 def told(process: "subprocess.Popen[str]") -> tuple[float, float]:
-    """Its clock before and after it waited for 0.4 s."""
+    """Return the process's clock before and after a wait of 0.4 s."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("?\n")
