@@ -55,7 +55,7 @@ COMMANDS = {
             ),
             "replay": (
                 "pdserve_bench.replay.command:replay",
-                "the requests of a trace when they came, and the server over time",
+                "the requests of a trace at their times, and the server's load over time",
             ),
             "promise": (
                 "pdserve_bench.promise.command:promise",

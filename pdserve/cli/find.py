@@ -49,7 +49,7 @@ class GraphView:
     snapshot: Callable[[], Snapshot]
     connected: Callable[[], bool]
     refusal: Callable[[], str]
-    """as `Registry.refusal`"""
+    """why etcd refuses this command (`Registry.refusal`)"""
 
     def instances(self, role: Role) -> list[Instance]:
         return [instance for instance in self.snapshot().instances if instance.role.includes(role)]
@@ -77,7 +77,7 @@ def find_graph(
 
 @asynccontextmanager
 async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
-    """Open a view of the graph. Raises NoGraph if etcd does not answer and its supervisor is not on this machine."""
+    """Open a view of the graph. Raises NoGraph if etcd does not answer and no supervisor runs on this machine."""
     async with AsyncExitStack() as stack:
         registry = connect(graph.etcd, graph.namespace, graph.credentials)
         try:

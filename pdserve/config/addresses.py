@@ -1,4 +1,4 @@
-"""Checks addresses of servers. Each check returns the address in its used form, or raises ValueError with the end of a
+"""Checks addresses of servers. Each check returns the normalized address, or raises ValueError with the end of a
 sentence that begins with the key."""
 
 from collections.abc import Callable

@@ -57,7 +57,7 @@ _SECTIONS = ("Common", *KINDS)
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
-    """Load the file. Raises ConfigError with all its problems. Whether this machine can run it, the plan checks."""
+    """Load the file. Raises ConfigError with all its problems. The plan checks whether this machine can run it."""
     findings = Findings(path)
     tree = read_tree(path, findings)
     _check_format(tree, path)
@@ -291,7 +291,7 @@ def _check_nodes(worker: WorkerConfig, args: Arguments, findings: Findings) -> N
         text = (
             f"is {worker.nodes}, but the {worker.ranks} ranks (tensor-parallel-size) are not a multiple of it"
         )
-        findings.problem(args["nnodes"], f"{text}: make them one.")
+        findings.problem(args["nnodes"], f"{text}: change one of the two.")
     backend = args.get("distributed-executor-backend")
     if backend and backend.value != "mp":
         text = f"is {backend.value}, but nnodes works with vLLM's own mp only: remove one of the two."

@@ -377,7 +377,7 @@ class Config(GraphSection):
     from_environment: tuple[str, ...] = ()
     """variables that replaced keys of the file, with the keys"""
     notes: tuple[str, ...] = ()
-    """full sentences to show once at start, as of keys that mean something else than in Dynamo"""
+    """full sentences to show once at start, such as those about keys that mean something else in Dynamo"""
 
     @property
     def spans_hosts(self) -> bool:

@@ -129,7 +129,7 @@ def _of_mapping(document: Mapping[Any, object]) -> Server:
 
 
 def _of_commands(commands: Iterable[list[str]], source: str) -> list[Server]:
-    """Return the commands' servers. Equal commands count once, as they have one port, which Dynamo's workers lack."""
+    """Return the commands' servers. Equal commands count once: they have the same port. Dynamo's workers have none."""
     found = list[Server]()
     for words in commands:
         server = _of_command(words)
@@ -290,7 +290,7 @@ def _role_of(node: Mapping[str, object]) -> str:
 
 
 def _commands_in(node: Mapping[str, object]) -> list[list[str]]:
-    """Return a container's commands with its environment filled in. Arguments alone follow the image's name."""
+    """Return a container's commands with its environment filled in. The image's name replaces a missing program."""
     known = _environment_of(node.get("env") or node.get("environment"))
     words = list[str]()
     for value in (node.get("command"), node.get("args")):

@@ -61,7 +61,7 @@ def graph_for(servers: Sequence[Server], gpus: int) -> Graph:
 
 
 def _merged(servers: Sequence[Server], graph: Graph) -> Server:
-    """Return the first server with the copies of all that are equal to it. Others are left out."""
+    """Return the first server, with the count of all that are equal to it. Others are left out."""
     first, *others = servers
     for number, other in enumerate(others, 2):
         if _compared(first) == _compared(other):

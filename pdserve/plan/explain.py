@@ -18,7 +18,7 @@ def explain(config: Config, model: ModelFacts) -> Iterator[str]:
             "Activations are planned as those of a dense layer, and may take more."
         )
     if model.multimodal:
-        yield "It takes more than text: of that, images are served; requests with sound or video are refused."
+        yield "It takes more than text: images are served; requests with sound or video are refused."
 
 
 def _attention(model: ModelFacts, moves: bool) -> Iterator[str]:

@@ -29,7 +29,7 @@ graph. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far o
 CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable in whole GiB, which overrides kv-cache-memory-bytes."""
 CPU_KV_GIB = 1
-"""KV space of a rank on the CPU if neither is set."""
+"""KV space of a rank on the CPU if neither that variable nor the argument is set."""
 CPU_ENGINE_BYTES = GIB
 """A CPU worker's own process and, with several ranks, vLLM's EngineCore (546 and 435 MiB)."""
 CPU_RANK_BYTES = 8 * GIB // 10

@@ -28,7 +28,7 @@ from pdserve.plan.slots import (
 from pdserve.util.errors import ConfigError
 
 DECODE_CHUNK = 256
-"""Most tokens of a prompt that a decode worker computes in a step beside streams (docs/decisions/0025-adaptive.md)."""
+"""Most tokens of a prompt that a decode worker computes in a step beside others (docs/decisions/0025-adaptive.md)."""
 UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization")
 """Arguments that change an engine's memory in ways that `memory.py` does not estimate."""
 W = TypeVar("W", bound=WorkerConfig)
@@ -115,7 +115,7 @@ def _eager_on_cpu(worker: W, machine: Machine) -> W:
 
 
 def _limit_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
-    """Limit the chunks of prompts in decode workers, because each chunk delays the running streams by a step. Models
+    """Limit the chunks of prompts in decode workers, because each chunk delays the running sequences by a step. Models
     that take images keep vLLM's default: vLLM may need a whole image in a step."""
     args = decode.engine_args
     if not decode.remote_prefill or args.get("enable-chunked-prefill") is False:

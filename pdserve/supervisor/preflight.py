@@ -1,5 +1,5 @@
-"""Checks of state directory, disk space and ports before `serve` starts. The plan has its own (`plan/checks.py`);
-`plan` and `doctor` report both."""
+"""Checks of state directory, disk space and ports before `serve` starts. `plan` and `doctor` report these
+and the plan's checks (`plan/checks.py`)."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.net import find_port_holder, resolve_host
 
 ETCD_SPACE = 160 * MIB
-"""Bytes that etcd allocates when it starts: two WAL files of 64 MB."""
+"""Bytes that etcd needs to start: two WAL files of 64 MB, and a margin."""
 
 
 def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) -> Iterator[tuple[str, str]]:
@@ -55,9 +55,9 @@ def running_graph(config: Config) -> tuple[set[int], str]:
 @contextmanager
 def hold_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
     """Reserve the graph's fixed ports on this machine by an abstract Unix socket named after each, because its
-    processes listen on them only seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is
-    busy or reserved, or the disk full. All graphs reserve in the same order, so that one of two that start together
-    gets all ports."""
+    processes listen only seconds later, and with SO_REUSEPORT frontends of two graphs could share a port. Raises
+    ConfigError where a port is busy or reserved, or the disk full. All graphs reserve in the same order, so that one of
+    two that start together gets all ports."""
     if refused := [text for _, text in _refused_now(config, slots)]:
         raise ConfigError(refused)
     with ExitStack() as held:

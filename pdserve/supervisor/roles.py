@@ -64,7 +64,7 @@ class SupervisedRole(SupervisedProcess):
 
     @property
     def patience(self) -> float:
-        """A role that is missing in etcd gets time to drain, because it may serve requests and only not reach etcd."""
+        """A role that is missing in etcd gets time to drain, because it may serve requests without reaching etcd."""
         return self.drains_within
 
     def spawn(self) -> Child:
@@ -137,7 +137,7 @@ class RoleSupervisor:
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
         """Start all roles; return after `stop`, when all their processes have ended. `missing` yields what the
-        frontends still lack; then call `on_ready` with the instances and the seconds that the start took. Raises
+        frontends still lack; when it ends, `on_ready` gets the instances and the seconds that the start took. Raises
         CannotStart."""
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(missing, on_ready))

@@ -107,8 +107,8 @@ async def _serve(
 
 
 def _credentials(config: Config, folder: state.StateFolder) -> Credentials | None:
-    """The credentials that the file names; new ones where the graph runs its own NATS and etcd. Because of the state
-    directory's lock, no process uses those of an earlier run any more."""
+    """The credentials that the file names; new ones where the graph runs its own NATS and etcd. The state directory's
+    lock ensures that no process still uses an earlier run's credentials."""
     if config.security.credentials is None and config.nats is None and config.etcd is None:
         return folder.fresh_credentials()
     credentials = Credentials.load(config.security.credentials)
@@ -161,7 +161,7 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[s
 
 
 def _on_stop_signals(act: Callable[[], object]) -> None:
-    """Call `act`, in place of an earlier function, at each stop that signals ask for (`Stops`)."""
+    """Call `act` at each stop that signals ask for (`Stops`). It replaces the `act` of an earlier call."""
     stops = Stops()
 
     def stop(number: signal.Signals) -> None:

@@ -65,9 +65,9 @@ class GraphRecord(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
-    """Lock the state directory. If its last supervisor was killed, wait until that one's guardian has stopped the
-    graph; if the guardian was killed too, stop the leftover processes, each wave of roles with `patience` seconds.
-    Raises ConfigError where another graph holds the lock, or the directory cannot be written."""
+    """Lock the state directory. If its last supervisor was killed, wait until its guardian has stopped the graph; if
+    the guardian was killed too, stop the leftover processes, each wave of roles with `patience` seconds. Raises
+    ConfigError where another graph holds the lock, or the directory cannot be written."""
     try:
         folder = StateFolder(state_dir, _wait_for_lock(state_dir))
     except OSError as error:
@@ -217,7 +217,7 @@ def _holder(state_dir: Path) -> tuple[int, str]:
 
 
 def _note_run(lock: Path, text: str) -> None:
-    """Write the holder into the lock file, in place. The lock holds without it, as on a full disk."""
+    """Write the holder into the lock file, in place. The lock works without this text, for example on a full disk."""
     if not _holds(lock, text.encode()):
         with contextlib.suppress(OSError):
             lock.write_text(text)

@@ -1,5 +1,4 @@
-"""The summary that `pdserve serve` prints when the graph is ready: its URL, the room of its workers, a command to
-try."""
+"""The summary that `pdserve serve` prints when the graph is ready: its URL, its workers' capacity, a command to try."""
 
 import json
 import os

@@ -128,7 +128,7 @@ def _ms(seconds: float) -> str:
 
 
 async def _measure(plan: Plan, address: str) -> Finding:
-    """Read KV from an address, in a separate process. UCX's ports are free ones, so only a read shows that they are
+    """Read KV from an address, in a separate process. UCX takes any free ports, so only a read shows that they are
     open."""
     folder = plan.config.security.credentials
     command = [sys.executable, "-m", "pdserve.kv.probe", address, *([str(folder)] if folder else [])]

@@ -107,7 +107,7 @@ def not_found(wanted: str, last: Iterable[Receipt]) -> str:
 
 
 def receipt_table(receipts: Sequence[Receipt]) -> Table:
-    """Return a table with a row for each receipt, which come newest first; the newest is the last row. Pure."""
+    """Return a table with a row for each receipt, in reverse order: the newest comes last. Pure."""
     numbers = ("came", "took", "TTFT", "prompt", "cached", "tokens")
     several = len({receipt.model for receipt in receipts}) > 1
     made = table("request", "status", *numbers, *["model"] * several, "key", "prefill", "at", numbers=numbers)

@@ -15,7 +15,8 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.program import PROGRAM_VARIABLE, pdserve_command, program_path
 
 Gpu = Annotated[
-    bool | None, typer.Option("--gpu/--cpu", help="for GPUs or without (default: as this machine has them)")
+    bool | None,
+    typer.Option("--gpu/--cpu", help="for GPUs or for the CPU (default: GPUs if this machine has some)"),
 ]
 
 

@@ -174,7 +174,7 @@ def speculation(args: Mapping[str, object]) -> dict[str, object]:
 
 
 def draft_model(args: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the speculative decoding if its drafts come from layers with weights and KV (a draft model, EAGLE, MTP),
+    """Return the speculative-config if its drafts come from layers with weights and KV (a draft model, EAGLE, MTP),
     else None."""
     found = speculation(args)
     without_model = str(found.get("method", found.get("model"))) in _WITHOUT_MODEL

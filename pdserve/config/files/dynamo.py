@@ -159,7 +159,7 @@ def _move_to_others(read: dict[str, Entry], sections: dict[str, Section], findin
 
 
 def _removed(section: Section) -> dict[str, str]:
-    """Return arguments that vLLM has removed and that changed no response."""
+    """Return arguments that vLLM has removed and that need no replacement."""
     gone = {name: found for name in section if (found := removed(name)) and not found.instead}
     return {name: f"vLLM removed it in {found.since}." for name, found in gone.items()}
 

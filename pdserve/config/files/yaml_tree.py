@@ -113,7 +113,7 @@ def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
 
 
 def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry]:
-    """Do the same for a text. `advice` says what to do if it is not a mapping."""
+    """Like `read_tree`, but for a text. `advice` says what to do if it is not a mapping."""
     path = findings.path
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)

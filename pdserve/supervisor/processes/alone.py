@@ -1,5 +1,5 @@
 """A role without `serve`: run by hand, or by systemd, Slurm or Kubernetes. Its parent, a small process, forwards
-signals, kills a role that hangs, and removes what it leaves behind. Restarts are the manager's, by the exit code
+signals, kills a role that hangs, and removes what it leaves behind. The manager decides on restarts by the exit code
 (docs/hosts.md)."""
 
 import ctypes

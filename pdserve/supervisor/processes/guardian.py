@@ -141,8 +141,8 @@ def is_tracker(pid: int) -> bool:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Paths of the shared memory segments of Python and vLLM that these processes have mapped. That of KV in host
-    memory, `vllm_offload_*`, has a name only while its engine starts."""
+    """Paths of the shared memory segments of Python and vLLM that these processes have mapped. The segment of KV in
+    host memory, `vllm_offload_*`, has a name only while the engine starts."""
     segments: set[str] = set()
     for pid in pids:
         with (

@@ -1,4 +1,4 @@
-"""Live settings and LoRA adapters, which no lease holds, kept for the embedded etcd in `settings.json` of the state
+"""Live settings and LoRA adapters, which have no lease, kept for the embedded etcd in `settings.json` of the state
 directory: each etcd starts empty, and gets these keys before it counts as ready
 (docs/decisions/0099-servers-start-empty.md)."""
 
@@ -38,7 +38,7 @@ class KeptKeys:
             raise ConfigError([f"cannot write the kept settings into etcd: {error}"]) from error
 
     async def follow(self, registry: Registry) -> None:
-        """Keep each change; never returns. While `keys.FILE` is missing, etcd is not filled yet."""
+        """Save each change; never returns. While `keys.FILE` is missing, etcd is not filled yet."""
         found: dict[str, bytes] = {}
         async for changes in registry.watch(keys.SETTINGS, keys.ADAPTERS, keys.FILE):
             apply_changes(changes, found)
