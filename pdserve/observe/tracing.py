@@ -91,7 +91,7 @@ class Tracer:
     def request(
         self, name: str, started: float, headers: Mapping[str, Sequence[str]], attributes: Attributes
     ) -> TracedSpan | None:
-        """Start the span of an HTTP request. `headers`: all its values of `traceparent` and `tracestate`. None if the
+        """Start the span of an HTTP request. `headers`: all values of `traceparent` and `tracestate`. None if the
         request is not sampled."""
         if self._tracer is None:
             return None

@@ -32,7 +32,7 @@ class InFlight(Protocol):
 
     @property
     def tokens(self) -> float:
-        """of KV that they will need, prompts and outputs; a shared prefix counts for each request"""
+        """KV tokens that the requests will need, prompts and outputs; a shared prefix counts for each"""
 
     @property
     def starting(self) -> bool:

@@ -178,7 +178,7 @@ class Store:
             db.find("file", owner, file_id)
             for batch in db.all("batch", owner):
                 if batch["status"] in OPEN and batch["input_file_id"] == file_id:
-                    raise HttpError(400, f"{batch['id']} ({batch['status']}) reads it: cancel it before")
+                    raise HttpError(400, f"{batch['id']} ({batch['status']}) reads it: cancel it first")
             db.execute("DELETE FROM lines WHERE file = ?", (file_id,))
             db.execute("DELETE FROM records WHERE id = ?", (file_id,))
             return {"id": file_id, "object": "file", "deleted": True}

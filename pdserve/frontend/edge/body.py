@@ -95,7 +95,7 @@ class Budget:
     another client always gets some."""
 
     def __init__(self, bound: int, used_for: str) -> None:
-        """`used_for`: what a refusal says, with `{}` for the amount in use."""
+        """`used_for`: text of a refusal; `{}` becomes the amount in use."""
         self._bound, self._used_for = bound, used_for
         self.used = 0
         self.of_client: Counter[str] = Counter()

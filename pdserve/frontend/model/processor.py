@@ -44,9 +44,9 @@ Workers = Callable[[], list[Instance]]
 FETCH_TIMEOUT = 10.0
 """Seconds to fetch a model's archive from a worker."""
 ASK_INTERVAL = 1.0
-"""Seconds after which another round of requests to the workers starts, beside those that still wait."""
+"""Seconds after which one more task asks the workers, because a worker may hang."""
 WORKER_POLL_INTERVAL = 0.2
-"""Seconds between two rounds by the same task."""
+"""Seconds between two rounds of such a task."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pdserve.frontend.model.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 LONG_TEXT = 64 << 10
-"""Bytes of a tokenization request's body above which the admission control limits how many run at once."""
+"""Bytes of a tokenization request's body above which such requests run one at a time."""
 GRACE = 0.3
 """Seconds after the deadline in which the model's app may still send its own, more exact error."""
 _END_TIMEOUT = 5.0

@@ -25,8 +25,8 @@ PACE_SHARE = 2 / 3
 """Share of the promised gap after which a held output follows. The rest is for delays in this process and on the way to
 the client."""
 MAX_HELD = 16
-"""Outputs in a reserve. At a gap of 60 ms they bridge 16 x 40 + 20 ms, about the duration of a migration. As many may
-leave at once when a response ends."""
+"""Outputs in a reserve. At a promised gap of 60 ms they bridge 660 ms, about the duration of a migration. All may leave
+at once when a response ends."""
 MAX_HOLD = 0.25
 """Seconds that an output is held while others arrive: hardly noticed by a reader, and enough for `MAX_HELD` outputs at
 64 tokens per second."""
@@ -80,7 +80,7 @@ class Reserve(Generic[T]):
             if self.first_due == math.inf:
                 self.first_due = now + MAX_HOLD
             if len(held) < 2 and self.due > now:
-                return leaves  # with a second output, the first may leave: the second can follow in time
+                return leaves  # the first output waits for a second, which can then follow in time
             leaves.append(self._pop(now))
         while held and (
             now >= self._left + self.pace
