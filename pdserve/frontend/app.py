@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class FrontendApp:
-    """Serves all models. It answers from the start, before there are any."""
+    """Serves all models. Responds from the start, even without a model."""
 
     def __init__(
         self,

@@ -152,7 +152,7 @@ class _PagesServer(ThreadingMixIn, WSGIServer):
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
-    """Call `question` in the event loop. Raises what it raises, and TimeoutError."""
+    """Call `question` in the event loop. Raises its errors, and TimeoutError."""
     answer: Future[T] = Future()
 
     def call() -> None:

@@ -46,7 +46,7 @@ class Capacity:
     free_requests: int = 0
     """more requests that can run now"""
     free_tokens: float = 0.0
-    """of KV, for these requests; any number above 0 lets one more in, however long it is"""
+    """KV tokens for these requests; any number above 0 admits one more, of any length"""
 
     @property
     def has_room(self) -> bool:

@@ -24,7 +24,7 @@ class RequestSize:
     n: int = 1
     """sequences for each prompt"""
     logprobs: int = 0
-    """of the prompts, in all sequences: they count as tokens"""
+    """of the prompts, summed over sequences; they count as tokens"""
     several: str = "prompt"
     """the field to blame if there are too many sequences"""
 

@@ -1,5 +1,5 @@
-"""Migration: continue a generation at another decode worker after its worker is lost or gives it up, or while there is
-no worker.
+"""Migration: continue a generation at another decode worker after its worker is lost or gives it up; wait while there
+is no other.
 
 `next_attempt` makes the `Submit` message of each attempt, the first one included. The pure rules come first, then
 `Migration`, which applies them. docs/migration.md explains them.

@@ -51,7 +51,7 @@ MIN_COUNTED = 1 << 20
 """Pixels that a smaller image counts as, because models enlarge it."""
 MAX_REQUESTS = 4
 """Requests with MAX_PIXELS each whose images are held at a time."""
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow refuses twice as many, also inside icons
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow refuses images of twice this, also inside icons
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 pixel_budget = Budget(MAX_REQUESTS * MAX_PIXELS, "images of {} pixels are being worked on")
 _freed: deque[tuple[str, int]] = deque()

@@ -4,7 +4,7 @@ import { $, duration, h, lasting, many, percent, rate, s, short, show, whole } f
 
 const MOST_DRAWN = 8; // processes in a column
 const LEAST_WIDTH = 820;
-const MOST_LABELS = 4; // more links of a kind: only those with problems get a label
+const MOST_LABELS = 4; // above this number of links of a kind, only those with problems get labels
 const MOST_ROWS = 60;
 const MANY = 24; // above this number of tiles, healthy ones are small
 const [HEAD, HEIGHT, GAP] = [50, 68, 16];
