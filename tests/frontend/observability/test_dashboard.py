@@ -1,5 +1,5 @@
-"""`/dashboard` in headless Chromium: of a frontend and an echoing decode worker in this process, and as it draws states
-of other graphs. What is wrong in a graph is tested by tables in `tests/observe/test_problems.py`."""
+"""`/dashboard` in headless Chromium: of a frontend with an echo worker, and with made-up states of graphs.
+`tests/observe/test_problems.py` tests which problems are found."""
 
 import asyncio
 import dataclasses
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 XSS = '<img src=x onerror="window.hacked = 1">'
 EVERY = 200
-"""milliseconds between two looks of the page, and of the frontend"""
+"""milliseconds between two polls of the page, and between two reads of the graph by the frontend"""
 expect.set_options(timeout=30_000)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
-    """Its decode worker has pages, as all processes have."""
+    """Yield a graph whose decode worker has a metrics page, as real ones have."""
     async with AsyncExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(dashboard, "KEPT", EVERY / 1000)
         graph = await stack.enter_async_context(running_graph(tmp_path_factory.mktemp("state")))
@@ -66,7 +66,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 class Visit:
-    """A page that is open, and what it did that it must not do."""
+    """An open page, and its errors."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
@@ -100,7 +100,9 @@ class Visit:
 
     async def looks_again(self) -> None:
         """Wait until the page shows a state that was asked for after this call."""
-        for _ in range(3):  # the first may be under way, and the third begins when the second is shown
+        for _ in range(
+            3
+        ):  # the first may answer an earlier request; the third is sent after the second is shown
             async with self.page.expect_response("**/dashboard/state"):
                 pass
 
@@ -147,7 +149,7 @@ async def test_a_real_graph_is_drawn_with_its_requests(graph: Graph, browser: Br
         )
 
 
-async def test_the_parts_of_the_page(graph: Graph, browser: Browser) -> None:
+async def test_the_page_draws_processes_queues_requests_and_charts(graph: Graph, browser: Browser) -> None:
     async with visiting(browser, graph) as visit:
         page = visit.page
         await visit.draws(WELL)
@@ -164,7 +166,7 @@ async def test_the_parts_of_the_page(graph: Graph, browser: Browser) -> None:
         await expect(page.locator("#charts figcaption").first).to_contain_text("ago")
 
 
-async def test_where_there_are_two_models_each_is_named(graph: Graph, browser: Browser) -> None:
+async def test_with_two_models_each_is_named(graph: Graph, browser: Browser) -> None:
     other = replace(instance("decode-2-x", 12), model="other")
     state = replace(WELL, instances=[*WELL.instances, InstanceState(other, Load(), [])])
     async with visiting(browser, graph) as visit:
@@ -204,7 +206,7 @@ async def test_a_problem_is_shown_and_marked_in_the_graph(
 
 
 async def test_without_a_decode_worker_nothing_is_blank(graph: Graph, browser: Browser) -> None:
-    """The request that it lost waits, and so does one that came later."""
+    """The lost worker's request waits, and so does a newer one."""
     hops = [Hop("migration", 3.0, 0.0, "decode-0-cc", "decode-0-cc is gone"), Hop("admission", 3.0, 6.0)]
     lost = Receipt("lost", "frontend-0-aa", "/v1/completions", 9.0, 9.0, running=True, prompt_tokens=2)
     lost = replace(lost, prefill="local", reason="local-no-prefill-worker", hops=hops)
@@ -260,7 +262,7 @@ async def test_a_chat_shows_where_it_was_prefilled(graph: Graph, browser: Browse
         await expect(about.locator(".timeline")).to_contain_text("decode-0")
 
 
-async def test_a_request_that_is_read_stays_while_others_come(graph: Graph, browser: Browser) -> None:
+async def test_an_expanded_request_stays_while_others_come(graph: Graph, browser: Browser) -> None:
     others = [replace(SLOW, request_id=f"other-{number}") for number in range(40)]
     async with visiting(browser, graph) as visit:
         await visit.draws(WELL)
@@ -287,7 +289,7 @@ async def test_nothing_from_outside_becomes_markup(graph: Graph, browser: Browse
         await route.fulfill(body=body, headers={"x-request-id": XSS, "x-pdserve-prefill": XSS})
 
     async with visiting(browser, graph) as visit:
-        visit.expected = ("404",)  # the receipt
+        visit.expected = ("404",)  # there is no receipt of this id
         page = visit.page
         await page.route("**/v1/chat/completions", answer)
         await visit.draws(state)
@@ -302,7 +304,7 @@ async def test_nothing_from_outside_becomes_markup(graph: Graph, browser: Browse
         await expect(page.locator('#requests [data-request="twice"]')).to_have_count(2)
 
 
-async def test_a_phone_and_the_dark_have_a_page_of_their_own(graph: Graph, browser: Browser) -> None:
+async def test_the_page_fits_a_phone_and_has_a_dark_scheme(graph: Graph, browser: Browser) -> None:
     phone = {"width": 390, "height": 844}
     backgrounds = set()
     for scheme in ("light", "dark"):
@@ -320,7 +322,7 @@ async def test_a_phone_and_the_dark_have_a_page_of_their_own(graph: Graph, brows
     assert len(backgrounds) == 2
 
 
-async def test_a_large_graph_is_tiles(graph: Graph, browser: Browser) -> None:
+async def test_a_large_graph_is_drawn_as_tiles(graph: Graph, browser: Browser) -> None:
     silent = [instance(f"prefill-{100 + index}-x", index) for index in range(100)]
     state = graph_state([*(each.instance for each in WELL.instances), *silent], [], {}, {}, {})
     async with visiting(browser, graph) as visit:
@@ -366,7 +368,7 @@ async def test_with_keys_the_page_asks_for_one(graph: Graph, browser: Browser) -
                 await page.route("**/dashboard/state", late)
             await page.keyboard.press("Enter")
             await page.unroute("**/dashboard/state", late)
-            entered.set()  # the answer to a request from before the key does not ask for one again
+            entered.set()  # a 401 for a request from before the key does not ask for a key again
             await expect(page.locator("#ask-key-why")).to_contain_text("does not know this key")
             await page.fill("#key-value", "sk-alice-0123456789")
             await page.keyboard.press("Enter")
@@ -407,7 +409,7 @@ async def test_all_open_pages_share_one_reading_of_the_graph(
     assert looks == len(set(states)) == 1
 
 
-async def test_a_key_sees_what_is_its_own() -> None:
+async def test_a_key_sees_only_its_own_receipts_and_no_addresses() -> None:
     frontend = Instance("frontend-0-x", Role.FRONTEND, address="http://secret", host="secret", pid=7)
     link = LinkState("decode-0-x", "requests", up=False, failures=1, failure="secret:1234 refused")
     receipts = [Receipt(name, frontend.id, "/", 1.0, key=name) for name in ("alice", "bob")]
@@ -422,7 +424,7 @@ async def test_a_key_sees_what_is_its_own() -> None:
     assert "secret" in str(everything)
 
 
-async def test_of_very_many_links_those_in_trouble_are_shown() -> None:
+async def test_of_1000_links_400_are_shown_and_broken_ones_first() -> None:
     links = [LinkState(f"prefill-{index}-x", "kv", up=index != 700) for index in range(1000)]
     decode = Instance("decode-0-x", Role.DECODE)
     state = graph_state([decode], [], {}, {}, {decode.id: ProcessReport(links=links)})

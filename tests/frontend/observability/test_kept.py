@@ -1,4 +1,4 @@
-"""What becomes of promises: in receipts, metrics and shares."""
+"""Whether promises were kept: in receipts, metrics and the dashboard's share."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def receipt(
     path: str = "/v1/completions",
     running: bool = False,
 ) -> Receipt:
-    """`gap`: the longest, and when it ended."""
+    """`gap`: the longest gap, and its end after the start of the request."""
     state = RequestState("id", path, 1600.0, started=1000.0, promised=promised)
     state.first_token = None if ttft is None else state.started + ttft
     state.longest_gap, state.longest_gap_end = gap[0], state.started + gap[1]
@@ -72,11 +72,13 @@ def receipt(
         (receipt(CHAT, path="/tokenize", ttft=None), "", ""),
     ],
 )
-def test_what_became_of_a_promise(found: Receipt, promise: str, broken_by: str) -> None:
+def test_a_receipt_says_whether_a_promise_was_kept_and_which_hop_broke_it(
+    found: Receipt, promise: str, broken_by: str
+) -> None:
     assert (found.promise, found.broken_by) == (promise, broken_by)
 
 
-def test_the_share_that_kept_it_is_of_all_that_had_one() -> None:
+def test_the_kept_share_is_of_all_requests_with_a_promise() -> None:
     series = moments([[Tick(requests=5, promised=4, kept=3), Tick(requests=2)], [Tick(promised=4, kept=4)]])
     assert [(moment.promised, moment.kept) for moment in series] == [(2.0, 1.5), (2.0, 2.0)]
     assert promise_kept(series) == "kept by 87.5% of 8 requests in the last 0 minutes"

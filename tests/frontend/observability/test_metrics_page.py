@@ -46,7 +46,9 @@ async def page_server(fetched: list[str], answers: bool = True) -> AsyncIterator
         yield f"http://127.0.0.1:{port}/metrics"
 
 
-async def test_pages_of_the_others_are_in_it(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
+async def test_the_page_includes_the_pages_of_other_processes(
+    monkeypatch: pytest.MonkeyPatch, graph: Graph
+) -> None:
     monkeypatch.setattr(metrics_page, "KEPT", 0.0)  # other tests may have asked before
     async with (
         graph.worker() as worker,
@@ -74,13 +76,13 @@ async def test_pages_of_the_others_are_in_it(monkeypatch: pytest.MonkeyPatch, gr
     ("client", "host", "key", "status"),
     [
         ("127.0.0.1", "localhost:8000", "", 200),
-        ("127.0.0.1", "evil.example", "", 401),  # a page whose name leads here (DNS rebinding)
+        ("127.0.0.1", "evil.example", "", 401),  # DNS rebinding
         ("10.1.2.3", "10.1.2.4", "", 401),
         ("10.1.2.3", "10.1.2.4", "b", 403),
         ("10.1.2.3", "10.1.2.4", "a", 200),
     ],
 )
-async def test_from_elsewhere_a_key_that_may_see_everything_is_needed(
+async def test_other_hosts_need_an_admin_key(
     graph: Graph, client: str, host: str, key: str, status: int
 ) -> None:
     app = graph.app_with(ApiKeys([ApiKey.of("a", admin=True), ApiKey.of("b")]))
@@ -89,7 +91,7 @@ async def test_from_elsewhere_a_key_that_may_see_everything_is_needed(
         assert (await http.get("/metrics", headers={"x-api-key": key})).status_code == status
 
 
-async def test_many_scrapers_fetch_once_and_of_too_many_processes_none_is_merged(
+async def test_many_scrapers_share_one_fetch_and_too_many_pages_are_not_merged(
     monkeypatch: pytest.MonkeyPatch, graph: Graph
 ) -> None:
     monkeypatch.setattr(metrics_page, "KEPT", 60.0)
@@ -124,7 +126,7 @@ WAYS = {"mode": "remote", "reason": "long"}, {"mode": "local", "reason": "transf
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_transfer_that_failed_is_counted_and_told_as_local(graph: Graph, stream: bool) -> None:
+async def test_a_remote_prefill_whose_transfer_failed_counts_as_local(graph: Graph, stream: bool) -> None:
     async with sim_engines(graph, 1, 1) as (_, prefill):
         before = [counted("pdserve_prefill_total", **labels) for labels in WAYS]
         prefill.faults.drop_transfers = True
@@ -132,13 +134,13 @@ async def test_a_transfer_that_failed_is_counted_and_told_as_local(graph: Graph,
         answer = await complete(graph, prompt=prompt, stream=stream)
         after = [counted("pdserve_prefill_total", **labels) for labels in WAYS]
     assert answer.status_code == 200
-    # a stream has its headers with its first token, which came from the prefill worker
+    # a stream's headers leave with its first token, before the transfer fails
     assert answer.headers["x-pdserve-prefill"] == ("remote" if stream else "local")
     assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
 
 
 async def test_cached_tokens_of_the_usage_leave_out_a_transfer(graph: Graph) -> None:
-    """But what either worker had in its prefix cache before is: the prefill worker, then the first decode worker."""
+    """They are the prefix hit: none, then the prefill worker's, then the first decode worker's."""
     body = {"model": "demo", "input": "The code of the box is 1234. " * 30, "max_output_tokens": 4}
     async with sim_engines(graph, 2, 1):
         answers = [await graph.http.post("/v1/responses", json=body) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What a frontend tells of its requests: where each went, why, and what took how long."""
+"""Receipts of a frontend's requests: where each went, why, and how long each hop took."""
 
 import asyncio
 import re
@@ -60,7 +60,7 @@ def histograms() -> list[float]:
     return [counted(f"pdserve_{name}_seconds_count") for name in ("ttft", "e2e")]
 
 
-async def test_a_receipt_and_the_headers_of_an_answer_have_each_hop_with_its_place_and_time(
+async def test_receipt_and_response_headers_have_each_hop_with_its_instance_and_time(
     graph: Graph,
 ) -> None:
     named = {"x-request-id": "my-id.7"}
@@ -130,7 +130,7 @@ async def test_a_client_that_leaves_is_499_and_its_request_ends_at_the_worker(
         await until(lambda: not newest(graph).running)
     receipt = newest(graph)
     assert receipt.error == "the client left"
-    assert receipt.status == 499 or stream, "of a stream that has begun the status is sent"
+    assert receipt.status == 499 or stream, "a begun stream has sent its status"
     assert [hop.name for hop in receipt.hops] == ["admission", "decode"]
     assert histograms() == [ttft + 1, e2e]
 
@@ -192,7 +192,7 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
 
 @asynccontextmanager
 async def other_frontend(graph: Graph, kept: list[Receipt]) -> AsyncIterator[list[tuple[object, ...]]]:
-    """What it is asked for."""
+    """Register another frontend with these receipts. Yield the arguments of requests to it."""
     asked: list[tuple[object, ...]] = []
 
     def tell(limit: int, key: str | None, request_id: str) -> list[Receipt]:
@@ -213,7 +213,7 @@ async def test_requests_are_listed_and_found_at_any_frontend(graph: Graph) -> No
     async with graph.worker(), other_frontend(graph, [there]) as asked:
         await complete(graph, headers={"x-request-id": "here"})
         here = (await graph.http.get("/requests/here")).json()
-        assert asked == [], "it is here"
+        assert asked == [], "this frontend has the receipt"
         assert (here["request_id"], here["frontend"], here["status"]) == ("here", "frontend-0-test", 200)
         assert [hop["name"] for hop in here["hops"]] == ["admission", "decode"]
         found = await graph.http.get("/requests/there")
@@ -229,7 +229,7 @@ async def test_requests_are_listed_and_found_at_any_frontend(graph: Graph) -> No
         assert (await graph.http.post("/requests")).status_code == 405
 
 
-async def test_a_key_sees_its_own(graph: Graph) -> None:
+async def test_a_key_sees_its_own_receipts(graph: Graph) -> None:
     known = [ApiKey.of("one", "alice"), ApiKey.of("two", "bob"), ApiKey.of("three", "root", admin=True)]
     app = graph.app_with(ApiKeys(known))
     there = [Receipt(f"of-{name}", "f", "/v1/completions", 1e6, key=name) for name in ("alice", "bob")]
@@ -257,7 +257,7 @@ async def test_a_key_sees_its_own(graph: Graph) -> None:
         assert refused.headers["x-request-id"] not in {name for name, _ in await seen("three")}
 
 
-async def test_what_a_worker_reports_wrongly_is_bounded(graph: Graph) -> None:
+async def test_wrong_values_from_a_worker_are_bounded(graph: Graph) -> None:
     nan, infinite = float("nan"), float("inf")
     wrong = [
         Hop("prefill", nan, infinite, "i" * 1000, "w" * 1000),
@@ -302,10 +302,10 @@ async def test_several_sequences_are_one_request_with_the_hops_of_the_first(grap
             assert prompts is None or receipt.prompt_tokens == prompts * len(PROMPT)
         assert await counts(post(graph, temperature=-1)) == [0, 0]
         worker.script = [Step([5]), Step([], FinishReason.ERROR)]
-        assert await counts(post(graph, stream=True, max_tokens=9)) == [1, 0], "lost too often"
+        assert await counts(post(graph, stream=True, max_tokens=9)) == [1, 0], "failed after too many losses"
 
 
-async def test_links_say_why_they_are_down_and_are_metrics_as_running_sequences_are(graph: Graph) -> None:
+async def test_links_say_why_they_are_down_and_metrics_count_links_and_sequences(graph: Graph) -> None:
     def value(name: str, **labels: str) -> float:
         return counted(f"pdserve_{name}", model="linked", **labels)
 

@@ -48,12 +48,12 @@ class TracedGraph(Graph):
         return ROUTE in {span.name for span in self.collector.of(trace_id)}
 
     async def ask(self, headers: Any, tokens: int = 100, **body: object) -> httpx.Response:
-        """With a prompt of so many tokens that no engine has seen."""
+        """Post a prompt of `tokens` tokens that no engine has seen."""
         asked = {"model": "demo", "prompt": next(_prompts)[:tokens], "max_tokens": 6, "temperature": 0}
         return await self.http.post("/v1/completions", json=asked | body, headers=headers)
 
     async def trace(self, trace_id: str, *wanted: str) -> list[Exported]:
-        """Its spans in the order of their starts, when these and no others have come."""
+        """Wait until the trace has exactly the `wanted` spans. Return them by start."""
 
         def names() -> list[str]:
             return sorted(span.name for span in self.collector.of(trace_id))
@@ -92,7 +92,7 @@ def worker(workers: list[Worker]) -> Worker:
 
 
 def client_trace(flags: str = "01") -> tuple[str, dict[str, str]]:
-    """A trace that the client has begun: its id, and the headers that name it."""
+    """Return the id of a trace that the client began, and its headers."""
     trace_id = uuid4().hex
     return trace_id, {"traceparent": f"00-{trace_id}-{PARENT}-{flags}"}
 
@@ -103,7 +103,7 @@ def one(spans: list[Exported], name: str) -> Exported:
 
 
 def below(spans: list[Exported]) -> list[tuple[str, str, str]]:
-    """Name, name of what it is below, and process."""
+    """Return each span's name, parent's name and process."""
     names = {span.span_id: span.name for span in spans} | {PARENT: "client"}
     return [(span.name, names[span.parent], span.process) for span in spans]
 
@@ -163,7 +163,7 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
         answer = await asking
         assert answer.json()["usage"]["completion_tokens"] == 20
         twice = ["attempt", "decode", "prefill", "generate"]
-        lost = ["prefill", "generate"] if how == "killed" else []  # with the process
+        lost = ["prefill", "generate"] if how == "killed" else []  # lost with the process
         wanted = list((Counter([ROUTE, "admission", *twice, *twice]) - Counter(lost)).elements())
         spans = await graph.trace(trace_id, *wanted)
     first, second = (span for span in spans if span.name == "attempt")
@@ -177,9 +177,7 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
     assert second.error is one(spans, ROUTE).error is None
 
 
-async def test_what_the_server_could_not_do_is_an_error_and_a_wrong_request_is_none(
-    graph: TracedGraph, worker: Worker
-) -> None:
+async def test_a_span_has_an_error_for_a_504_and_none_for_a_400(graph: TracedGraph, worker: Worker) -> None:
     wrong, headers = client_trace()
     assert (await graph.ask(headers, max_tokens=-1)).status_code == 400
     whole = one(await graph.trace(wrong, ROUTE, "admission"), ROUTE)
@@ -206,7 +204,7 @@ async def test_an_unsampled_request_is_not_traced_and_a_local_one_has_its_prefil
     assert graph.collector.of(unsampled) == []
 
 
-async def test_what_names_no_parent_or_two_begins_a_trace(graph: TracedGraph, worker: Worker) -> None:
+async def test_a_request_without_one_valid_parent_begins_a_trace(graph: TracedGraph, worker: Worker) -> None:
     (first, given), (second, other) = client_trace(), client_trace()
     for wrong in (
         [("traceparent", f"00-{'1' * 32}-{PARENT}-01-more")],

@@ -10,7 +10,7 @@ PROMPT = list(range(100))
 def change(
     stored: list[int], removed: list[int] | None = None, *, size: int = 8, stride: int = 1, **more: bool
 ) -> PrefixesChanged:
-    """`stored` and `removed` are tokens of PROMPT, whose last block is meant alone."""
+    """`stored` and `removed`: ends of blocks in PROMPT, in tokens."""
     return PrefixesChanged(size, stride, _names(stored, size), _names(removed or [], size), **more)
 
 
@@ -34,7 +34,7 @@ def index(*changes: tuple[str, PrefixesChanged]) -> PrefixIndex:
             [("a", change([8, 16])), ("b", change([8])), ("c", change([8, 16, 24]))],
             {"a": 16, "b": 8, "c": 24},
         ),
-        ([("a", change([8, 16])), ("a", change([24], [8]))], {}),  # nothing is found behind what is missing
+        ([("a", change([8, 16])), ("a", change([24], [8]))], {}),  # nothing counts behind a missing block
         ([("a", change([8, 16])), ("a", change([24], [16]))], {"a": 8}),
         ([("a", change([8, 16])), ("a", change([8], whole=True))], {"a": 8}),
         ([("a", change([8, 8])), ("a", change([], [8, 8, 24]))], {}),
@@ -43,13 +43,13 @@ def index(*changes: tuple[str, PrefixesChanged]) -> PrefixIndex:
         ([("a", change([8], size=8)), ("a", change([32], size=32, whole=True))], {"a": 32}),
     ],
 )
-def test_how_much_of_a_prompt_workers_have(
+def test_how_much_of_a_prompt_workers_have_cached(
     changes: list[tuple[str, PrefixesChanged]], expected: dict[str, int]
 ) -> None:
     assert index(*changes).cached(PROMPT, None) == expected
 
 
-def test_the_last_token_is_never_cached_and_other_prompts_and_salts_are_others() -> None:
+def test_the_last_token_is_never_cached_and_other_prompts_and_salts_do_not_match() -> None:
     found = index(("a", change([8, 16, 24])))
     assert found.cached(PROMPT[:24], None) == {"a": 16}
     assert found.cached(PROMPT[:8], None) == found.cached([], None) == {}
@@ -60,7 +60,7 @@ def test_the_last_token_is_never_cached_and_other_prompts_and_salts_are_others()
     assert found.cached(PROMPT, "salt") == {"b": 96}
 
 
-def test_a_worker_takes_its_entries_away() -> None:
+def test_a_forgotten_worker_has_no_entries() -> None:
     found = index(("a", change([8, 16])), ("b", change([8])), ("c", change([32], size=32)))
     assert len(found) == 4
     found.apply("empty", change([], whole=True))

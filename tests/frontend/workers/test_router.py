@@ -28,15 +28,15 @@ A, B, C = worker("a"), worker("b"), worker("c")
 @pytest.mark.parametrize(
     ("policy", "candidates", "outstanding", "cached", "expected"),
     [
-        *((policy, [B, C, A], {}, {}, "b") for policy in POLICIES),  # in turn
+        *((policy, [B, C, A], {}, {}, "b") for policy in POLICIES),  # all equal: the next in turn
         ("least-loaded", [A, B], {"a": 300, "b": 100}, {}, "b"),
         ("least-loaded", [A, B], {"a": 100}, {}, "b"),
         ("least-loaded", [B, A], {"a": 100, "b": 100}, {}, "b"),
-        ("least-loaded", [worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, {}, "a"),  # of what fits its cache
+        ("least-loaded", [worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, {}, "a"),  # relative to its KV cache
         ("least-loaded", [worker("a", kv_tokens=0), worker("b", kv_tokens=0)], {"b": 1}, {}, "a"),
         ("kv", [A, B, C], {"a": 300, "b": 100, "c": 200}, {}, "b"),
         ("kv", [A, B, C], {"c": 100}, {"a": 100, "b": 900}, "b"),
-        # what is to be computed elsewhere weighs more than a few requests here
+        # a cached prompt token counts as much as ten outstanding ones
         ("kv", [A, B, C], {"b": 9900}, {"b": 1000}, "b"),
         ("kv", [A, B, C], {"b": 10_100}, {"b": 1000}, "a"),
         ("kv", [A, B, C], {"a": 1000, "b": 11_000, "c": 11_000}, {"b": 1000}, "a"),  # the same cost: the less loaded
@@ -44,7 +44,7 @@ A, B, C = worker("a"), worker("b"), worker("c")
         ("kv", [A, B, C], {}, {"gone": 900}, "a"),
     ],
 )  # fmt: skip
-def test_the_choice(
+def test_which_worker_is_chosen(
     policy: str,
     candidates: list[Instance],
     outstanding: dict[str, float],
@@ -68,14 +68,14 @@ KEEPS, SLOW, BUSY = Load(), Load(gap_seconds=0.1), Load(prompt_wait=2.0, token_s
         (Promise(0.001, 0.001), "a"),
     ],
 )
-def test_a_promise_is_for_the_workers_that_are_expected_to_keep_it(promise: Promise, expected: str) -> None:
+def test_only_workers_that_should_keep_a_promise_are_candidates(promise: Promise, expected: str) -> None:
     loads = {"a": KEEPS, "b": SLOW, "c": BUSY}
     forecasts = {name: Forecast.of(load, 0, 100) for name, load in loads.items()}
     assert "".join(each.id for each in likely_to_keep(promise, [A, B, C], forecasts)) == expected
 
 
-def test_a_worker_of_which_nothing_is_known_is_neither_the_best_nor_left_out() -> None:
-    """One of an older build, or before its first report."""
+def test_a_worker_without_a_forecast_stays_a_candidate() -> None:
+    """As of an older version, or before its first report."""
     forecasts = {"a": Forecast(0.45, 0.01), "b": Forecast(3.0, 0.01)}
     assert [each.id for each in likely_to_keep(Promise(0.5, 0.06), [A, B, C], forecasts)] == ["a", "c"]
     assert likely_to_keep(Promise(0.5, 0.06), [A, B], {}) == [A, B]
@@ -86,7 +86,7 @@ def test_prompts_sent_since_the_report_count() -> None:
     assert Forecast.of(load, 3, 1) == Forecast(0.75, 0.04)
 
 
-# those that may
+# the candidates
 
 
 FREE, FULL = Capacity(10, 3, 100), Capacity(10, 0, 900)
@@ -116,7 +116,7 @@ def test_a_worker_that_lost_the_request_is_the_last_resort_even_with_capacity(
     assert "".join(found) == expected
 
 
-def test_a_choice_looks_at_a_window() -> None:
+def test_a_choice_considers_the_next_window_workers() -> None:
     names = [f"{number:03}" for number in range(100)]
     found = candidates(dict.fromkeys(names, FREE))
     assert found.next_in_turn("097", avoid={"099", "001"}) == ["098", "000", *names[2:WINDOW]]
@@ -132,7 +132,7 @@ def test_a_choice_looks_at_a_window() -> None:
         (dict.fromkeys([f"{number:02}" for number in range(100)], FULL), set(), ["97", "05"]),
     ],
 )
-def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
+def test_preferred_workers_are_added_to_the_window_if_they_are_as_eligible(
     changed: dict[str, Capacity | None], avoid: set[str], expected: list[str]
 ) -> None:
     found = candidates({f"{number:02}": FREE for number in range(100)})
@@ -142,7 +142,7 @@ def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
     assert chosen == [*(f"{number}" for number in range(21, 21 + WINDOW)), *expected]
 
 
-def test_after_any_changes() -> None:
+def test_candidates_are_right_after_any_changes() -> None:
     chance, there, found = Random(5), dict[str, Capacity](), Candidates()
     for _ in range(3000):
         name = f"{chance.randrange(40):02}"
@@ -165,7 +165,7 @@ def test_after_any_changes() -> None:
         assert found.next_in_turn(last) == turn[:WINDOW]
 
 
-# what each has to do
+# outstanding tokens
 
 
 def generation(prompt: list[int], **fields: float) -> Generation:
@@ -173,7 +173,7 @@ def generation(prompt: list[int], **fields: float) -> Generation:
     return Generation(request, RequestState("r", "/v1/completions", 0.0), **fields)  # type: ignore[arg-type]
 
 
-def test_outstanding_tokens_include_what_other_frontends_chose_since_the_report() -> None:
+def test_outstanding_tokens_assume_that_other_frontends_chose_alike_since_the_report() -> None:
     link = Link("decode-0", lambda _: None)
     first, second = generation([1] * 50, kv_tokens=60.0), generation([1] * 50, kv_tokens=70.0)
     first.attach(link, "1")
@@ -184,11 +184,11 @@ def test_outstanding_tokens_include_what_other_frontends_chose_since_the_report(
     second.attach(link, "2")
     assert [link.outstanding(frontends) for frontends in (1, 3)] == [1130, 1130 + 2 * 70]
     first.detach()
-    link.update_load(Load(tokens=20))  # it does not know of the second yet
+    link.update_load(Load(tokens=20))  # a report from before the second
     assert link.outstanding(3) == 70
     generation([1] * 50, kv_tokens=80.0).attach(link, "3")
     second.detach()
     link.generations["3"].detach()
     assert (link.outstanding(3), link.new_prompt_tokens) == (0, 0), (
-        "nothing is reported while the load stays the same"
+        "also without a report, as an unchanged load sends none"
     )

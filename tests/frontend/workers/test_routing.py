@@ -52,8 +52,8 @@ class Routing:
         await until(lambda: all(frontend.processor().workers.policy == policy for frontend in self.frontends))
 
     async def told(self) -> None:
-        """Until the frontends know what is cached, and that nothing runs: a report from the midst of the requests
-        would make one worker seem the fuller for a while."""
+        """Wait until the frontends know what is cached, and that nothing runs. A load that was reported during the
+        requests would make one worker seem fuller."""
 
         def known() -> bool:
             cached = {worker.id: set(worker.engine.prefixes.known()) for worker in self.workers}
@@ -68,7 +68,7 @@ class Routing:
         await until(known)
 
     async def ask(self, prompt: list[int], tokens: int = 20, at: int = 0) -> tuple[str, list[int], int]:
-        """The worker, the answer, and how many of the prompt's tokens were cached there."""
+        """Return the worker, the answer's tokens, and how many prompt tokens were cached there."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "return_token_ids": True}
         answer = await self.frontends[at].http.post("/v1/completions", json=body | {"temperature": 0})
         (choice,) = answer.raise_for_status().json()["choices"]
@@ -91,7 +91,7 @@ async def routed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rout
         yield Routing(frontends, registry)
 
 
-async def test_conversations_return_to_their_blocks_whichever_frontend_has_them(routed: Routing) -> None:
+async def test_conversations_return_to_their_worker_from_either_frontend(routed: Routing) -> None:
     prompts = [[*SYSTEM, *range(300 + 50 * user, 340 + 50 * user)] for user in range(8)]
     homes: list[list[str]] = [[] for _ in prompts]
     async with routed.two_workers():
@@ -103,12 +103,12 @@ async def test_conversations_return_to_their_blocks_whichever_frontend_has_them(
             await routed.told()
             for user, (worker, answer, cached) in enumerate(answers):
                 homes[user].append(worker)
-                if turn:  # everything but the last block, and what is new
+                if turn:  # all but the new tokens and the last block
                     assert cached >= (before[user] - 30 - BLOCK) // BLOCK * BLOCK
                 prompts[user] += [*answer, *range(500 + 10 * user, 510 + 10 * user)]
     assert all(len(set(home)) == 1 for home in homes)
     assert min(Counter(home[0] for home in homes).values()) >= 3, (
-        "what all begin with does not bring all together"
+        "the common prefix does not bring all to one worker"
     )
 
 
@@ -125,7 +125,7 @@ async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do(routed: Routi
     assert min(Counter(worker for worker, _, _ in answers).values()) >= 6
 
 
-async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without(routed: Routing) -> None:
+async def test_a_dead_workers_entries_are_removed_and_its_successor_has_none(routed: Routing) -> None:
     prompt = SYSTEM[: 10 * BLOCK]
     async with routed.two_workers():
         home, _, _ = await routed.ask(prompt)
@@ -143,7 +143,7 @@ async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without(
             assert (await routed.ask(prompt))[0] == other
 
 
-async def test_nothing_is_told_or_kept_unless_the_router_is_kv(routed: Routing) -> None:
+async def test_prefixes_are_reported_and_kept_only_for_the_router_kv(routed: Routing) -> None:
     def followed() -> bool:
         return any(worker.engine.prefixes.followed for worker in routed.workers)
 
@@ -163,7 +163,7 @@ async def test_nothing_is_told_or_kept_unless_the_router_is_kv(routed: Routing) 
         assert len(kept) == 0
 
 
-async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(routed: Routing) -> None:
+async def test_a_request_with_a_promise_goes_to_a_worker_that_should_keep_it(routed: Routing) -> None:
     async with routed.two_workers("round-robin"):
         pool = routed.frontends[0].processor().workers
         one, slow = (pool._links[worker.id] for worker in routed.workers)
