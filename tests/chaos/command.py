@@ -45,8 +45,8 @@ class Run:
         return found
 
     def good(self) -> list[dict[str, Any]]:
-        """Wait for the end; return the rows after the undisturbed one, all good and none skipped, with nothing left
-        behind."""
+        """Wait for the end. Check that all rows are good and nothing is left behind. Return the rows after the
+        undisturbed one."""
         code = self.process.wait()
         assert code == 0, self.log[-8000:] + self.out
         calm, *rows = self.rows

@@ -23,8 +23,8 @@ SHARES = (
 """Per graph: `write-timeout` in seconds, longer than a frontend's restart, and its faults. `unread` is late in its
 share, when the other graph is nearly through, because its 200 streams fill a small machine."""
 AT_A_TIME = 2
-"""Graphs tested at the same time, because a row mostly waits; more would starve each other, so that a frontend
-takes a minute to start."""
+"""Graphs tested at the same time, because a row mostly waits. On machines where a frontend takes a minute to start,
+more graphs would starve each other."""
 
 APART = {
     "adapter-unload",

@@ -16,7 +16,7 @@ FRESH = httpx.Limits(keepalive_expiry=1.0)
 
 
 class Pair:
-    """Use it as a context manager."""
+    """Sends requests to both, as a context manager."""
 
     def __init__(self, ours: str, theirs: str) -> None:
         self.ours, self.theirs = ours, theirs
@@ -42,8 +42,8 @@ class Pair:
         )
 
     def remote(self, ours: Answer) -> None:
-        """Count a response whose prompt should be prefilled remotely. At the end 80 % must have been: on a busy machine
-        a remote prefill may time out and become local."""
+        """Count a response whose prompt should be prefilled remotely. At least 80 % of these must be: on a busy
+        machine a remote prefill may time out and become local."""
         self._ways.append(ours.prefill)
 
     def begin(self, requests: Iterable[Request]) -> None:

@@ -4,7 +4,7 @@ import hashlib
 
 SHORT = "What is the code of the red box?"
 LONG_TOKENS = 300
-"""Minimal tokens of `long`: the graph prefills these remotely."""
+"""Tokens that a long prompt has at least: the graph prefills it remotely."""
 
 
 def long(seed: str) -> str:

@@ -129,7 +129,7 @@ async def ask(graph: RealGraph, *names: str) -> list[Exchange]:
 
 
 async def test_tokens_equal_those_of_one_server(graph: RealGraph, expected: dict[str, list[int]]) -> None:
-    """One after the other, then together, then again with prefix hits."""
+    """One after the other, then together with prefix hits."""
     names = list(CASES)[:8]
     alike = [name for name in names if "short" not in name]
     assert len({tuple(expected[name]) for name in alike}) == len(alike), "each image changes the tokens"

@@ -24,7 +24,7 @@ CHANCE = random.Random(84)
 OPENINGS = [
     Case(f"user-{user}", [CHANCE.randrange(20, 600) for _ in range(1200 + 64 * user)]) for user in range(8)
 ]
-"""12,000 tokens in all."""
+"""12,000 tokens together."""
 BLOCKS = "num-gpu-blocks-override: 140"
 """KV blocks per worker: 4,480 tokens; a request may have 4,096."""
 FRONTEND = "Frontend:\n  max-wait: 600\n"

@@ -88,7 +88,7 @@ async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_and_header_agree_on_cached_tokens(graph: Graph, stream: bool) -> None:
-    """The second output hits the first one's KV, which is no hit of the request."""
+    """The second output's hit on the first one's KV does not count."""
     given = {"enable-prompt-tokens-details": True, "max-num-seqs": 1}
     prompt = [300 + number % 600 + stream for number in range(600)]
     asked = completion(prompt=prompt, n=2, temperature=1, stream=stream)

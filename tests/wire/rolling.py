@@ -115,8 +115,8 @@ class Rolled:
         await asyncio.gather(*(self.start(*slot, build) for slot in [(Role.FRONTEND, 0), *slots]))
 
     async def replace(self, build: Path, load: JudgedLoad) -> None:
-        """Bring this build to all slots in turn, and wait for a remote prefill after each but the last prefill worker:
-        this build's decode workers read nothing from the last release's prefill workers (`records.MIN_KV_WIRE`)."""
+        """Bring this build to all slots in turn, and wait for a remote prefill after each but the last prefill worker,
+        because newer decode workers read nothing from the last release's prefill workers (`records.MIN_KV_WIRE`)."""
         for role, count in WORKERS.items():
             for index in range(count):
                 await self.end(role, index)

@@ -27,7 +27,7 @@ def _load(users: int, rounds: int, qps: float, **more: Any) -> MultiRound:
 
 
 def test_the_number_of_active_users_is_constant() -> None:
-    """Each asks once per interval, which gives the rate."""
+    """Each user asks once per interval, which gives the rate."""
     load, interval = _load(20, 6, 2, seed=7), 10.0
     assert (load.interval, load.joining, load.rate) == pytest.approx((interval, 2.5, 2.4))
     visits = list(takewhile(lambda visit: visit.at < 100, load.visits()))

@@ -50,7 +50,7 @@ def probe(found: Entrant, rate: float, kept: int, failed: int = 0) -> None:
 
 
 def test_the_best_of_each_kind() -> None:
-    """It has the highest goodput; among equals, it is the first; if none carries any rate, the nearest to it."""
+    """It has the highest goodput; among equals, it is the first; if none carries any rate, the nearest to one."""
     slow, fast = entrant("slow", True, r2=20, r4=5), entrant("fast", True, r2=20, r4=20, r8=3)
     same, other = entrant("same", True, r2=20, r4=20, r8=3), entrant("other", False, r2=20, r4=20, r8=20)
     assert best_of([slow, fast, same, other], True) is fast
@@ -114,7 +114,7 @@ def test_noise_is_known_if_both_searches_came_near_the_border() -> None:
 
 
 def test_a_graph_that_carries_as_much_as_the_repeated_baseline_gains_nothing() -> None:
-    """A graph that carries more than both by more than the noise gains."""
+    """One that carries more than both baselines by more than the noise does."""
     baseline, control, same = (
         entrant(name, name == "a", r1=20, **rates)
         for name, rates in (

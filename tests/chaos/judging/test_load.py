@@ -66,7 +66,7 @@ async def test_responses_are_judged(kind: str, result: Judgement, error: str) ->
 
 
 async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
-    """All break: some on the killed frontend's connections, one on a living frontend's, two long after."""
+    """All requests break: some on the killed frontend's connections, one on a living one's, two long after."""
     async with _server("hangs") as url, JudgedLoad(url, "demo", _cases(), 5, 0.2) as load:
         await load.until(lambda attempt: True, 5)
     for attempt in load.done:

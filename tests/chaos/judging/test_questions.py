@@ -62,7 +62,7 @@ def test_only_outputs_of_simulated_engines_are_computed(file: Path) -> None:
     rest = replace(case, prompt=case.prompt + answer[:5], max_tokens=case.max_tokens - 5)
     assert answer[5:] == computed(rest, model)
     other = replace(case, prompt=(case.prompt[0] + 1, *case.prompt[1:]))
-    assert computed(other, model)[-8:] != answer[-8:], "it depends on the first token too"
+    assert computed(other, model)[-8:] != answer[-8:], "tokens depend on the first one too"
     file.write_text(YAML.replace("PrefillWorker: {engine: sim", "PrefillWorker: {engine: vllm"))
     assert simulated(load(file, {})) is None
 

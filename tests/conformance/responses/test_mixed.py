@@ -75,5 +75,5 @@ REQUESTS = [drawn(number) for number in range(COUNT)]
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_mixed(pair: Pair, request_: Request) -> None:
+def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
     pair.same(request_)

@@ -139,7 +139,7 @@ def test_routes_respond_as_listed(pair: Pair, request_: Request) -> None:
         assert ours.status == 404
 
 
-def test_without_a_key(pair: Pair) -> None:
+def test_vllm_refuses_a_wrong_key_as_listed(pair: Pair) -> None:
     """The graph here needs no key; tests/frontend tests its responses."""
     answer = httpx.post(f"{pair.theirs}/v1/completions", json=BODY, headers={"authorization": "Bearer no"})
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})

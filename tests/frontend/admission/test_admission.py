@@ -59,7 +59,7 @@ class Model:
         if self.pauses:
             self.running.remove(permit)
             self.paused.append(permit)
-            assert len(self.paused) < 1000, "slots go back and forth"
+            assert len(self.paused) < 1000, "clients preempt each other for ever"
         return self.pauses
 
     def refuses(self, client: str, left: float = 600.0) -> float:
@@ -215,7 +215,7 @@ def test_a_client_with_its_share_of_the_slots_gets_no_more_while_others_wait() -
     assert sum(not admission.waiting for admission in crowd) == 1
 
 
-def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_by_how_much() -> None:
+def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_when_to_retry() -> None:
     model = paced(AdmissionLimits(max_wait=11.0), seconds=2.0)
     for _ in range(6):
         model.ask("a")
@@ -226,7 +226,7 @@ def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_by_how_muc
     model.estimate.ttft = 0.5  # the running requests end sooner than the rate says: retry after the minimum
     assert model.refuses("a", left=8.0) == 1.0
     assert len(model.control) == 6
-    assert model.ask("b").waiting  # it is the second in the queue
+    assert model.ask("b").waiting  # b has the second turn
 
 
 async def test_a_waiting_request_is_refused_once_its_deadline_cannot_be_met() -> None:
@@ -323,7 +323,7 @@ def test_a_client_that_waits_is_never_forgotten() -> None:
     other = model.ask("b", RequestSize(499, 0))
     model.end()
     assert not other.waiting
-    model.control.leave(first)  # the second one moves up, to a tag below the virtual time
+    model.control.leave(first)  # the second request moves up, to a tag below the virtual time
     for number in range(2000):
         model.control.leave(model.ask(f"client {number}"))
     model.control.leave(second)
@@ -389,8 +389,8 @@ def test_a_client_gets_slots_until_no_other_has_more_than_twice_as_many(
 
 
 def test_a_preempted_slot_goes_to_the_client_for_which_it_was_preempted() -> None:
-    """Also if that client runs its share already (17 slots, 14 clients). Otherwise the paused sequence, which is ahead
-    in the queue, would get the slot back again and again."""
+    """Here that client runs its share already (17 slots, 14 clients). The paused sequence is ahead in the queue, and
+    could get the slot back again and again."""
     model = Model(17, pauses=True)
     model.streams("greedy", 4)
     for client in ("small", *"abcdefghijkl"):

@@ -24,7 +24,7 @@ def test_flex_requests_may_have_every_slot_until_another_request_comes() -> None
     first = model.streams("batch", 4, is_flex=True)
     model.take(model.ask("a"), model.ask("a"), model.ask("a"))
     assert clients(model) == "aaab"
-    assert not model.ask("a").waiting  # also the last one pauses
+    assert not model.ask("a").waiting  # the last flex sequence pauses too
     assert model.paused == first[::-1]
     for _ in range(3):
         model.end(next(permit for permit in model.running if permit.admission.client == "a"))
@@ -93,7 +93,7 @@ def test_flex_requests_count_neither_in_others_wait_nor_in_the_queue() -> None:
         model.ask("batch", is_flex=True)
     assert len(model.control) == 0
     assert model.ask("a", left=40.0).waiting
-    assert model.ask("batch", left=5.0, is_flex=True).waiting  # it may wait in vain
+    assert model.ask("batch", left=5.0, is_flex=True).waiting  # a flex request may wait in vain
     assert model.control.requests == 13
 
 

@@ -119,7 +119,7 @@ def test_an_unterminated_string_is_parsed_as_fast_as_others() -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
 def test_parts_are_counted_in_other_encodings(encoding: str) -> None:
-    """There, U+2200 has a byte that equals a quote."""
+    """In these, a byte of U+2200 equals a quote."""
     with pytest.raises(BadRequest, match="lists and objects"):
         parse_body(CHAT, f'{{"\u2200": [{"[]," * MAX_PARTS}[]]}}'.encode(encoding))
 

@@ -187,7 +187,7 @@ def noise(rng: random.Random) -> list[Step]:
 @in_session
 @pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
 async def test_the_bytes_are_equal(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
-    """Also if the answer fails."""
+    """Some of the answers fail."""
     rng, plain = random.Random(5), 0
     async with graph.worker(pace=None) as worker:
         for number, text in enumerate([*TEXTS, *[""] * 8]):
@@ -207,7 +207,7 @@ async def test_the_bytes_are_equal(graph: Graph, written: Counter[str], base: di
 
 @in_session
 async def test_a_client_that_pauses_reading_gets_everything(graph: Graph, written: Counter[str]) -> None:
-    """When its connection is full, vLLM's app gets the outputs, and merges those that wait."""
+    """When the connection is full, vLLM's app gets the outputs, and merges those that wait."""
     count, usage = 4000, {"include_usage": True}
     async with graph.worker(pace=None) as worker, client(address_of(graph.url), None) as sock:
         worker.script = [Step([300 + number % 600]) for number in range(count)]
@@ -233,7 +233,7 @@ async def test_a_client_that_pauses_reading_gets_everything(graph: Graph, writte
 
 @in_session
 async def test_the_bytes_are_equal_with_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
-    """It ignores requests without tools, and makes no chunk of half a character."""
+    """The parser ignores requests without tools, and makes no chunk of half a character."""
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     tools = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
     async with graph.worker("tools", pace=None, args=tools) as worker:
@@ -281,7 +281,7 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
 
 @in_session
 async def test_a_finished_request_is_freed_without_garbage_collection(graph: Graph) -> None:
-    """Because prompts are large, and collections rare."""
+    """Prompts are large, and collections are rare."""
     kinds = (RequestState, Generation)
     async with graph.worker():
         gc.collect()

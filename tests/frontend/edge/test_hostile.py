@@ -114,7 +114,7 @@ HEADS = {
     "empty authority": (b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "made-up method": (b"BREW / HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "lower case": (b"get / http/1.1\r\nhost: x\r\n\r\n", 400),
-    # ignored: /version needs no key from this host, and needs one from 10.0.0.7
+    # the header is ignored: /version needs no key from this host, and needs one from 10.0.0.7
     "forwarded address": (
         b"GET /version HTTP/1.1\r\nhost: 127.0.0.1\r\nx-forwarded-for: 10.0.0.7\r\n\r\n",
         200,
@@ -171,7 +171,7 @@ async def test_an_offer_to_upgrade_is_answered_in_http_1_and_its_body_is_no_requ
 
 
 async def test_pipelined_requests_are_answered_in_order_and_bounded(graph: Graph) -> None:
-    """The connection ends after the requests that may wait."""
+    """A connection ends when more than MAX_PIPELINED requests wait."""
     async with graph.worker(), guarded(graph) as server:
         flood = await server.statuses((GET + b"\r\n") * 5000)
         assert set(flood) == {401}

@@ -41,7 +41,7 @@ _ALONE = (
 
 
 def test_roles_started_alone_share_a_port_if_one_process_started_them() -> None:
-    """As systemd starts a frontend's successor. The error of any other process names them."""
+    """So systemd can start a frontend's successor. To any other process, the error names them."""
     holders, pids, port = [], list[str](), "0"
     for _ in range(2):
         command = [sys.executable, "-c", _ALONE, port]
@@ -136,7 +136,7 @@ def read(sock: socket.socket) -> bytes:
 
 @in_session
 async def test_unread_streams_pause_and_continue(graph: Graph, either: ServerCertificate | None) -> None:
-    """Others get their slots long before their end. A client that reads again gets everything."""
+    """Other requests get their slots long before their end. A client that reads again gets everything."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(graph.worker(at_once=4, pace=0.001))
         connections = ClientConnections(60.0, 60.0, pause_after=0.2)
@@ -187,7 +187,7 @@ async def test_a_deadline_ends_the_request_of_a_slow_reader(graph: Graph) -> Non
 async def test_a_slow_but_steady_reader_gets_the_whole_answer(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
-    """Also what is unsent when the server closes. Over TLS, close_notify waits behind it."""
+    """Unsent data still leaves after the server closes. Over TLS, close_notify follows it."""
 
     def slowly(sock: socket.socket) -> bytes:
         answer, slow = b"", time.monotonic() + 1.5
@@ -210,7 +210,7 @@ async def test_a_slow_but_steady_reader_gets_the_whole_answer(
 
 @in_session
 async def test_an_unfinished_head_ends_the_connection(graph: Graph, either: ServerCertificate | None) -> None:
-    """Also when a byte comes now and then, and on a connection that was used before."""
+    """Even if a byte comes now and then, or if the connection was used before."""
     tls = trusting(either) if either else None
 
     async def refused(address: Address, begin: bytes, again: bool) -> bool:
@@ -242,10 +242,10 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
 
 
 @in_session
-async def test_an_idle_connection_stays_open_longer_than_clients_and_proxies_keep_theirs(
+async def test_idle_connections_stay_open_longer_than_clients_and_proxies_keep_them(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
-    """httpx keeps one for 5 s, Caddy for 120 s. If the server closes first, a request sent just then is lost."""
+    """httpx keeps them for 5 s, Caddy for 120 s. If the server closes first, a request sent just then is lost."""
     connections, tls = ClientConnections(0.4, 0.4), trusting(either) if either else None
     async with server(graph, either, connections) as address:
         reader, writer = await asyncio.open_connection(*address, ssl=tls)
@@ -280,7 +280,7 @@ async def test_a_slow_body_does_not_count_as_a_slow_head(graph: Graph) -> None:
 async def test_requests_on_open_connections_are_answered_during_shutdown(
     either: ServerCertificate | None,
 ) -> None:
-    """On one that is not accepted yet, an idle one, and one whose request is running."""
+    """One connection is not accepted yet, one is idle, one has a running request."""
     working, release = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -364,7 +364,7 @@ async def test_an_answer_before_the_check_for_a_reset_logs_no_error(
 @in_session
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_client_that_closes_both_sides_ends_its_request(graph: Graph, begun: bool) -> None:
-    """Also if its answer has begun and then pauses."""
+    """`begun`: its answer has begun, and then pauses."""
     async with graph.worker(pace=None) as worker, asked(graph, stream=begun) as (reader, writer):
         await worker.until(lambda: worker.jobs)
         if begun:

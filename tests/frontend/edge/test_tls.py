@@ -33,7 +33,7 @@ from tests.frontend.edge.test_sockets import Address, ask, client, server, silen
 
 
 @in_session
-async def test_only_tls_1_2_and_1_3_with_http_1_1_are_offered(
+async def test_only_tls_1_2_and_1_3_with_http_1_1_are_accepted(
     graph: Graph, certificate: ServerCertificate
 ) -> None:
     async with server(graph, certificate) as address:

@@ -88,7 +88,7 @@ def test_tokens_are_reserved_and_corrected() -> None:
 
 
 def admitted(quota: KeyQuota, seconds: int) -> int:
-    """Return how many requests are admitted of ten a second."""
+    """Try ten requests a second. Return how many are admitted."""
     count = 0
     for tenth in range(10 * seconds):
         try:
@@ -101,7 +101,7 @@ def admitted(quota: KeyQuota, seconds: int) -> int:
 
 @pytest.mark.parametrize("frontends", [1, 2, 3])
 def test_over_time_all_frontends_together_admit_the_limit(frontends: int) -> None:
-    """Besides the minute's budget with which each starts."""
+    """Not counted: the minute's budget with which each starts."""
     counts = []
     for _ in range(frontends):
         quota = KeyQuota(KeyLimits(requests_per_minute=60), 0.0)

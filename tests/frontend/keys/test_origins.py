@@ -55,7 +55,7 @@ def test_without_keys_only_pages_of_this_machine_are_served() -> None:
         assert pages.ask(other) == (
             403,
             "",
-        )  # and not processed: it could do harm although the page cannot read it
+        )  # refused before it is processed, because a page may need no answer to do harm
         assert pages.preflight(other) == 403
         assert pages.ask(other, path="/requests") == (403, "")
     assert pages.asked == asked

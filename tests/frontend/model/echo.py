@@ -32,7 +32,7 @@ from pdserve.stream.tcp import TcpStreamServer
 from pdserve.util.errors import PeerGone
 
 FIRST, MANY = 300, 600
-"""first and number of the tokens it generates: words of the demo tokenizer"""
+"""first id and number of generated tokens, all words of the demo tokenizer"""
 
 
 def next_token(context: list[int]) -> int:

@@ -55,7 +55,7 @@ async def test_new_requests_go_to_the_newest_weights_and_old_ones_stay(graph: Gr
 async def test_during_an_upgrade_of_vllm_a_frontend_serves_workers_of_its_version(
     graph: Graph, caplog: pytest.LogCaptureFixture, theirs: str
 ) -> None:
-    """Although the other version's model card is newer."""
+    """The other version's model card is newer."""
     other = card("upgraded", fingerprint="new", vllm_version=theirs, generation=99)
     async with MemoryRegistry(graph.registry) as registry:
         await registry.put(keys.card("upgraded", "decode-9-up"), encode_record(other))
@@ -152,7 +152,7 @@ async def test_a_request_for_a_broken_model_goes_to_its_replacement(graph: Graph
 async def test_a_long_request_stays_with_the_weights_that_began_it(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beyond `request-timeout`: its header may allow more."""
+    """Its header may allow more than `request-timeout`."""
     context = dataclasses.replace(graph.models._context, request_timeout=0.1)
     monkeypatch.setattr(graph.models, "_context", context)
     async with graph.worker("rolled", pace=None, loaded="old", generation=19) as old:

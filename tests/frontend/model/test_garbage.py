@@ -51,7 +51,7 @@ async def test_no_full_collection_runs_during_a_request_that_makes_many_objects(
         await until(lambda: bool(full) and node() is None)
 
 
-async def test_a_full_collection_runs_at_last_if_some_request_always_runs(
+async def test_a_full_collection_runs_after_max_delay_during_requests(
     full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(garbage, "IDLE_CHECK_INTERVAL", 0.001)

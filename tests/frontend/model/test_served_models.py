@@ -123,7 +123,7 @@ async def test_a_removed_model_is_garbage_collected(graph: Graph) -> None:
 
 
 async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
-    """And which decode workers it can reach."""
+    """Its links say which decode workers are connected."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         request = asyncio.create_task(complete(graph, max_tokens=1))
         await worker.until(lambda: worker.jobs)
@@ -217,7 +217,7 @@ async def test_requests_for_a_kept_adapter_wait_while_the_graph_starts(tmp_path:
 
 
 async def test_a_long_body_waits_while_the_graph_starts(tmp_path: Path) -> None:
-    """Because the model's bound on bodies is not known yet."""
+    """The model's bound on bodies is not known yet."""
     long = json.dumps(completion()).encode() + b" " * (4 << 20)
     async with running_graph(tmp_path) as graph:
         post = graph.http.post("/v1/completions", content=long, headers={"content-type": "application/json"})

@@ -40,7 +40,7 @@ def receipt(
     path: str = "/v1/completions",
     running: bool = False,
 ) -> Receipt:
-    """`gap`: the longest gap, and its end after the start of the request."""
+    """`gap`: seconds of the longest gap, and from the start to its end."""
     state = RequestState("id", path, 1600.0, started=1000.0, promised=promised)
     state.first_token = None if ttft is None else state.started + ttft
     state.longest_gap, state.longest_gap_end = gap[0], state.started + gap[1]

@@ -175,8 +175,8 @@ async def test_a_request_whose_outputs_cannot_be_read_migrates(graph: Graph) -> 
 
 
 async def test_a_dead_workers_last_messages_are_read(graph: Graph) -> None:
-    """They say which requests its engine was computing. A request's first makes the frontend cancel its other sequence,
-    which cannot be sent any more."""
+    """They say which requests its engine was computing. While they are read, cancelling a
+    request's other sequence fails, because the worker is dead."""
     async with graph.worker(pace=None) as worker:
         asked = [post(graph, n=2, temperature=1.0) for _ in range(30)]
         await worker.until(lambda: len(worker.jobs) == 60)
@@ -212,7 +212,7 @@ async def test_a_lost_request_waits_for_a_worker(graph: Graph) -> None:
 async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a new connection, because its old one stayed up."""
+    """No new connection ends it, because the old one stayed up."""
     monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with EchoWorker("decode-0-away") as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
@@ -346,7 +346,7 @@ async def test_killed_engines_do_not_count_against_a_request(graph: Graph, kille
 
 
 async def test_after_an_engines_death_the_next_worker_prefills_locally(graph: Graph) -> None:
-    """Because the KV that the dead engine read may have killed it."""
+    """The KV that the dead engine read may have killed it."""
     async with sim_engines(graph, 3, 1) as engines:
         for engine in engines[:3]:
             engine.faults.fatal_pulls = True

@@ -123,7 +123,7 @@ async def test_held_outputs_stay_held_during_a_migration(graph: Graph) -> None:
         assert 4 * 3600 < promise.ttft <= 5 * 3600, "four are held, and the next is due after them"
 
 
-async def test_held_outputs_of_a_replaced_model_are_dropped_for_its_successors(
+async def test_held_outputs_of_a_replaced_model_are_dropped(
     graph: Graph,
 ) -> None:
     bodies = [completion(model="rolled"), completion(model="rolled", logprobs=2)]
@@ -150,7 +150,7 @@ async def test_held_outputs_of_a_replaced_model_are_dropped_for_its_successors(
 
 
 async def test_a_worker_gets_the_rest_of_the_promise(graph: Graph) -> None:
-    """A flex request has no promise, and a prefixed client. Headers do nothing for a model without an SLO."""
+    """A flex request has no promise, and its client gets a prefix. Headers do nothing for a model without an SLO."""
     async with graph.worker() as unpromised:
         await complete(graph, headers={"x-slo-ttft-ms": "never", "x-slo-tpot-ms": "60"})
     assert unpromised.seen[0].promise is UNSET

@@ -182,7 +182,7 @@ async def test_pixels_of_a_request_are_bounded(seeing: Graph) -> None:
 
 
 async def test_many_small_images_are_bounded(seeing: Graph) -> None:
-    """Sixteen in each prompt, and each as large as the model makes it."""
+    """Each image counts as at least `MIN_COUNTED` pixels."""
     conversation = [{"role": "user", "content": [part(RED) for _ in range(16)]}]
     body = {"model": "demo", "messages": [conversation] * 3, "max_tokens": 1}
     answer = await seeing.http.post("/v1/chat/completions/batch", json=body)

@@ -75,7 +75,7 @@ def test_only_workers_that_should_keep_a_promise_are_candidates(promise: Promise
 
 
 def test_a_worker_without_a_forecast_stays_a_candidate() -> None:
-    """As of an older version, or before its first report."""
+    """Workers of older versions, and new ones, have none."""
     forecasts = {"a": Forecast(0.45, 0.01), "b": Forecast(3.0, 0.01)}
     assert [each.id for each in likely_to_keep(Promise(0.5, 0.06), [A, B, C], forecasts)] == ["a", "c"]
     assert likely_to_keep(Promise(0.5, 0.06), [A, B], {}) == [A, B]
@@ -116,7 +116,7 @@ def test_a_worker_that_lost_the_request_is_the_last_resort_even_with_capacity(
     assert "".join(found) == expected
 
 
-def test_a_choice_considers_the_next_window_workers() -> None:
+def test_a_choice_considers_only_a_window_of_workers() -> None:
     names = [f"{number:03}" for number in range(100)]
     found = candidates(dict.fromkeys(names, FREE))
     assert found.next_in_turn("097", avoid={"099", "001"}) == ["098", "000", *names[2:WINDOW]]

@@ -131,7 +131,7 @@ async def test_prefill_workers_stand_in_for_a_decode_worker_whose_connection_was
 
 
 async def test_a_request_is_moved_from_at_most_two_stalled_workers(graph: Graph) -> None:
-    """It may make engines hang, and would otherwise move to and fro for ever."""
+    """The request may make engines hang, and would otherwise move for ever."""
     async with graph.worker(pace=None) as first, graph.worker(pace=None) as second:
         request = post(graph)
         for here in (first, second):
