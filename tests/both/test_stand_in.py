@@ -1,4 +1,4 @@
-"""A prefill worker that decodes, among simulated engines: its half of standing in. The frontend's is in
+"""The worker's side of stand-ins, with simulated engines. The frontend's side:
 tests/frontend/model/test_stand_in.py."""
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.memory.registry import MemoryRegistry, MemoryServer
 
 
 async def start(graph: WorkerGraph, number: int = 0, args: Mapping[str, object] = {}) -> Decoding[StandIn]:
-    """A registered prefill worker whose engine has these arguments, and a frontend connected to it."""
+    """Start a registered prefill worker with these engine arguments, and connect a frontend to it."""
     graph.config = dataclasses.replace(graph.config, decode=None, prefill=PrefillConfig(engine_args=args))
     started = await graph.start_decoding(graph.make(StandIn, f"prefill-{number}"))
     key = "/t/" + keys.instance(started.worker._presence.instance)
@@ -52,10 +52,10 @@ def standing_in(graph: WorkerGraph) -> set[str]:
     return {worker.id for worker in map(decode_instance, records) if worker.is_stand_in}
 
 
-async def test_a_prefill_worker_stands_in_where_its_answers_would_not_differ(
+async def test_a_prefill_worker_stands_in_if_its_responses_are_equal(
     graph: WorkerGraph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They may differ, because a file without VllmWorker gives nothing to compare the arguments with."""
+    """Without VllmWorker in the file, the loader cannot compare the arguments; the workers do."""
     await start(graph)
     await graph.prefill("prefill-1")
     await start(graph, 2, {"logprobs-mode": "raw_logits", "max-logprobs": 20, "max-num-seqs": 3})
@@ -102,17 +102,17 @@ async def test_a_frontend_that_starts_while_no_decode_worker_is_available_gets_t
 
 
 @pytest.mark.parametrize("stand_in", [True, False])
-def test_the_file_chooses(stand_in: bool) -> None:
+def test_the_file_turns_stand_ins_on_or_off(stand_in: bool) -> None:
     chosen = service_of(
         Slot(Role.PREFILL, 0), dataclasses.replace(config(), prefill=PrefillConfig(stand_in=stand_in))
     )
     assert (chosen == GRAPH[Role.PREFILL].service) is not stand_in
 
 
-async def test_its_answers_are_those_of_a_decode_worker_and_it_prefills_for_others_beside(
+async def test_a_stand_in_answers_like_a_decode_worker_and_still_prefills_for_others(
     stand_in: Decoding[StandIn], frontend: FrontendStream
 ) -> None:
-    """It finishes its streams before it ends."""
+    """A stopped stand-in finishes its requests."""
     for prompt in (SHORT, LONG):
         assert (await stand_in.frontend.ask(prompt, 20)).way == ("local", "stand-in")
     stream = await stand_in.frontend.stream()
@@ -135,8 +135,8 @@ async def test_streams_of_a_stand_in_whose_engine_died_count_its_death(stand_in:
     assert (failed.retry, failed.engines_died) == (True, 1)
 
 
-async def test_without_a_decode_worker_ever_there_is_no_card(graph: WorkerGraph) -> None:
-    """A graph that starts is not ready before its decode workers are."""
+async def test_no_card_exists_before_the_first_decode_worker(graph: WorkerGraph) -> None:
+    """A starting graph is not ready before its decode workers are."""
     await graph.registry.kill(worker_registry(graph))
     await start(graph)
     await holds(lambda: card_in(graph.registry) is None)
@@ -158,10 +158,10 @@ async def test_a_stand_in_keeps_the_card_of_decode_workers_that_are_gone(graph: 
     await holds(lambda: card_in(graph.registry) == encode_record(newer))
 
 
-async def test_a_stand_in_gives_up_the_card_for_other_weights_and_keeps_it_when_its_writer_is_back(
+async def test_a_stand_in_drops_the_card_for_other_weights_and_copies_it_again_when_its_writer_is_back(
     graph: WorkerGraph,
 ) -> None:
-    """The writer had only lost its lease for a moment."""
+    """The writer lost its lease only for a moment."""
     await start(graph)
     await until(lambda: card_in(graph.registry) is not None)
     other, instance = await graph.registry_of_another(), graph.decode._presence.instance

@@ -21,12 +21,12 @@ async def pair() -> AsyncIterator[BothWorkers]:
         yield pair
 
 
-async def test_a_prompt_waits_for_no_other_where_its_worker_is_idle_or_alone(
+async def test_an_idle_or_lone_worker_prefills_its_own_prompts(
     pair: BothWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     pulling = pair.a.worker._prompts.pulling
     await until(lambda: pulling._waiting is not None)
-    for _ in range(4):  # streams that come together end its wait at the queue once
+    for _ in range(4):  # simultaneous streams end the wait at the queue once
         pulling.stop_waiting()
         await asyncio.sleep(0)
     await until(lambda: pulling._waiting is not None)
@@ -62,13 +62,13 @@ async def test_a_prompt_does_not_wait_long_when_all_workers_are_busy(pair: BothW
     assert {answered.way for answered in answers} <= {("remote", "long"), ("local", "own")}
 
 
-async def test_a_prompt_that_comes_back_is_prefilled_locally_and_counts_as_no_failure(
+async def test_a_prompt_that_its_own_worker_pulls_is_prefilled_locally_and_counts_as_no_failure(
     pair: BothWorkers,
 ) -> None:
     pair.b.engine.faults.going.clear()
     await pair.b.frontend.submit(SHORT, 100)
     await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
-    pair.b.worker._prompts.pulling.pulled = 1e9  # it never looks again
+    pair.b.worker._prompts.pulling.pulled = 1e9  # it pulls no more
     await pair.a.frontend.stream()
     with failing("own", 0):
         assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
@@ -77,10 +77,10 @@ async def test_a_prompt_that_comes_back_is_prefilled_locally_and_counts_as_no_fa
 
 
 @pytest.mark.parametrize("draining", [False, True])
-async def test_a_prompt_waits_for_none_that_is_full_of_streams(
+async def test_a_prompt_is_prefilled_locally_when_all_caches_are_full(
     pair: BothWorkers, monkeypatch: pytest.MonkeyPatch, draining: bool
 ) -> None:
-    """Nor does one whose own worker drains."""
+    """Also when its own worker drains."""
     monkeypatch.setattr(pull_policy, "STREAM_SHARE", 1.0)  # any stream fills the cache
     for worker in (pair.a, pair.b):
         worker.engine.faults.slow = 20.0
@@ -92,10 +92,10 @@ async def test_a_prompt_waits_for_none_that_is_full_of_streams(
     pair.a.worker._prompts.pulling.draining = draining
     await until(lambda: pair.a.frontend.answered[prompt].placed is not None, within=MIN_TIMEOUT)
     assert (await pair.a.frontend.end_of(prompt)).way == ("local", "own")
-    assert len(pair.a.worker.requests) == 1, "the stream is not over"
+    assert len(pair.a.worker.requests) == 1, "the stream still runs"
 
 
-async def test_prompts_from_the_queue_count_where_the_cheaper_way_is_chosen(pair: BothWorkers) -> None:
+async def test_estimates_count_prompts_from_the_queue(pair: BothWorkers) -> None:
     await pair.a.frontend.stream()
     pair.b.engine.faults.going.clear()
     await pair.a.frontend.submit(LONG)
@@ -138,7 +138,7 @@ async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_
     assert not (await pair.b.frontend.end_of(stream)).failed
 
 
-async def test_a_worker_that_only_prefills_may_be_beside_them(pair: BothWorkers) -> None:
+async def test_a_prefill_worker_serves_workers_of_both_roles(pair: BothWorkers) -> None:
     prefill = await pair.prefill("prefill-0")
     for worker in (pair.a, pair.b):
         await worker.frontend.stream()

@@ -1,4 +1,4 @@
-"""What tests of workers share."""
+"""Fixtures that tests of workers share."""
 
 from collections.abc import AsyncIterator
 
@@ -16,7 +16,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A remote prefill may take 0.1 s."""
+    """A remote prefill times out after 0.1 s."""
     monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 0.1)
     monkeypatch.setattr("pdserve.decode.policy.decision.TIMEOUT_FACTOR", 0.0)
 

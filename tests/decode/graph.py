@@ -88,13 +88,13 @@ class Answered:
         return self.placed.prefill, self.placed.reason
 
     def check(self) -> None:
-        """The tokens are those of any healthy engine, and none is missing unless the request failed."""
+        """Assert that the tokens are right, and complete unless the request failed."""
         assert self.tokens == expected(self.prompt, len(self.tokens))
         assert self.failed or len(self.tokens) == min(self.most, MOST - len(self.prompt))
 
 
 class FrontendStream(Lifetime):
-    """The other end of a decode worker's stream."""
+    """A frontend's end of a decode worker's stream."""
 
     def __init__(self, address: str, name: str = "frontend-0") -> None:
         self.client = TcpStreamClient(address, name)
@@ -126,7 +126,7 @@ class FrontendStream(Lifetime):
                 case WorkerLoad(load):
                     self.loads.append(load)
                 case Outputs(frames):
-                    self._outputs(decode_outputs(frames[:1]))  # tensors come behind
+                    self._outputs(decode_outputs(frames[:1]))  # the other frames are tensors
 
     def _outputs(self, step: CoreOutputs) -> None:
         for output in step.outputs:
@@ -153,7 +153,7 @@ class FrontendStream(Lifetime):
         return request_id
 
     async def stream(self, prompt: list[int] = SHORT, max_tokens: int = 5000) -> str:
-        """The id of a request that is being decoded."""
+        """Start a request; return its id after its first token."""
         request_id = await self.submit(prompt, max_tokens)
         await until(lambda: bool(self.answered[request_id].tokens))
         return request_id
@@ -224,15 +224,15 @@ class Started(Generic[W]):
 @dataclass
 class Decoding(Started[W]):
     frontend: FrontendStream
-    """of this worker alone"""
+    """connected to this worker alone"""
 
 
 Prefill = Started[PrefillWorker]
 
 
 class Seams(AsyncExitStack):
-    """`async with Seams() as seams`: queue, registry and streams in memory, and the workers that a test starts there.
-    The name of a worker begins with its role."""
+    """`async with Seams() as seams`: queue and registry in memory, and the workers that a test starts. A worker's name
+    begins with its role."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def sees(worker: EngineWorker, name: str) -> bool:
 
 
 class WorkerGraph(Seams):
-    """`async with WorkerGraph() as graph`: one decode worker, and what `prefill` adds."""
+    """`async with WorkerGraph() as graph`: one decode worker; `prefill` adds prefill workers."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class WorkerGraph(Seams):
     async def prefill(
         self, name: str = "prefill-0", *, drop_transfers: bool = False, **arguments: object
     ) -> Prefill:
-        """A prefill worker that the decode worker knows of when this returns."""
+        """Start a prefill worker; return when the decode worker sees it."""
         engine = SimEngine(spec(Role.PREFILL, name, **arguments))
         engine.faults.drop_transfers = drop_transfers
         started = await self.start(self.make(PrefillWorker, name, engine))
@@ -354,7 +354,7 @@ class ActedPrefill:
         return await self.queue.pull(requests, 5.0)
 
     async def start(self, request_id: str, queued: float = 0.0) -> None:
-        """Report that it has a request."""
+        """Report that the worker pulled a request."""
         await self.answer(PrefillStarted(request_id, self.name, queued))
         await until(lambda: self.graph.request(request_id).prefiller == self.name)
 
@@ -364,7 +364,7 @@ class ActedPrefill:
 
 
 def handle(prompt: list[int], **changes: object) -> KvHandle:
-    """KV of the prompt at `prefill-x`, where nothing can be read."""
+    """A handle of the prompt at `prefill-x`, whose KV cannot be read."""
     values: dict[str, object] = {
         "engine_id": "prefill-x",
         "request_id": "p",
@@ -379,7 +379,7 @@ def handle(prompt: list[int], **changes: object) -> KvHandle:
 
 
 class BothWorkers(Seams):
-    """`async with BothWorkers() as pair`: two workers of role `both`, each with a frontend of its own."""
+    """`async with BothWorkers() as pair`: two workers of role `both`, each with its own frontend."""
 
     def __init__(self) -> None:
         decode = DecodeConfig(
@@ -394,7 +394,7 @@ class BothWorkers(Seams):
         return self
 
     async def prefill(self, name: str) -> Prefill:
-        """A worker that only prefills, which both know of when this returns."""
+        """Start a prefill worker; return when both workers see it."""
         started = await self.start(self.make(PrefillWorker, name))
         await until(lambda: sees(self.a.worker, name) and sees(self.b.worker, name))
         return started

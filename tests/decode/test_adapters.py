@@ -1,4 +1,4 @@
-"""LoRA adapters in workers: named in the file, loaded at run time; no request reads KV of another adapter."""
+"""LoRA adapters of workers, from the file or loaded at run time. No request reads another adapter's KV."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -55,7 +55,7 @@ async def test_kv_of_an_adapter_is_read_by_its_own_requests_alone(computed: int,
                 await decode.generate("r", LONG, body(asked), handle)
 
 
-def test_the_number_is_that_of_the_files_and_of_what_changes_the_adapter(tmp_path: Path) -> None:
+def test_an_adapter_id_depends_on_its_files_and_arguments(tmp_path: Path) -> None:
     red, blue = adapter_in(tmp_path, "red"), adapter_in(tmp_path, "blue")
     (red / "a.safetensors").write_bytes(b"not read")
     weights = red / "adapter_model.bin"
@@ -181,7 +181,7 @@ async def test_a_request_whose_adapter_is_not_loaded_may_be_retried_elsewhere() 
         assert failed.retry
 
 
-async def test_kv_of_a_request_whose_adapter_goes_meanwhile_is_freed(
+async def test_kv_of_a_request_whose_adapter_is_unloaded_meanwhile_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with LoraGraph() as graph:
@@ -213,7 +213,7 @@ class Refusing(SimEngine):
 
 
 class Alone:
-    """The adapters of one worker, and its messages about them."""
+    """The adapters of one worker without a graph."""
 
     def __init__(self, engine: Refusing, path: Path) -> None:
         self.engine = engine
@@ -241,7 +241,7 @@ async def alone(tmp_path: Path) -> AsyncIterator[Alone]:
         (None, "~nosuchuser/x", "Loading lora red failed: No adapter found for ~nosuchuser/x"),
     ],
 )
-async def test_any_failure_is_a_short_problem_of_its_adapter(
+async def test_any_failure_becomes_a_short_problem_of_its_adapter(
     alone: Alone, raised: Exception | None, path: str, problem: str
 ) -> None:
     alone.engine.problem = raised
@@ -271,7 +271,7 @@ async def test_a_kept_adapter_that_failed_is_tried_again(
     alone.engine.problem = None
     assert (await alone.have("a", id=id))[0].problem
     monkeypatch.setattr("pdserve.process.worker_adapters.RETRY_AFTER", 0.0)
-    assert (await alone.have("a"))[0].problem  # a frontend's call has had its answer
+    assert (await alone.have("a"))[0].problem  # a frontend already has the answer to this call
     assert (await alone.have("a", id=id))[0].id == id
 
 

@@ -36,14 +36,14 @@ def hops_of(answered: Answered) -> list[Hop]:
 
 
 def shown(hops: list[Hop]) -> list[str]:
-    """Name, instance and the first word of why; without the waits in engines, which a busy machine may make long."""
+    """Return each hop's name, instance and first word of `why`. On a busy machine engines may queue: left out."""
     words = (
         (hop.name, hop.instance, hop.why.partition(":")[0]) for hop in hops if hop.name != "engine-queue"
     )
     return [" ".join(filter(None, each)) for each in words]
 
 
-async def test_a_local_prefill_and_a_remote_one_with_the_first_token(
+async def test_hops_of_a_local_and_a_remote_prefill(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
 ) -> None:
     def kinds() -> list[str]:
@@ -103,11 +103,11 @@ async def test_a_timeout(
 
 @pytest.mark.usefixtures("brief_transfers")
 async def test_a_transfer_that_fails(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
-    """The first token does not wait for the KV, and the request goes on after it."""
+    """The first token does not wait for the KV, and the request continues after that token."""
     prefill.engine.faults.drop_transfers = True
     answered = frontend.answered[request_id := await frontend.submit(LONG)]
     await until(lambda: bool(answered.tokens))
-    assert graph.decode.requests.tokens == len(LONG) + 1, "which counts as load, and in its trace"
+    assert graph.decode.requests.tokens == len(LONG) + 1, "the first token counts as load"
     assert answered.way == ("remote", "long")
     hops = hops_of(await frontend.end_of(request_id))
     assert answered.way == ("local", "transfer")
@@ -151,8 +151,8 @@ async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph, frontend: Fr
     await graph.prefill()
     hops = hops_of(await frontend.end_of(request))
     assert shown(hops)[:3] == ["queue long", "prefill prefill-x", "prefill prefill-0"]
-    assert hops[1].seconds > 0.3, "until the queue gave it to another one"
-    assert counted("pdserve_prefill_queue_wait_seconds_count") == before, "nothing is counted twice"
+    assert hops[1].seconds > 0.3, "until the queue delivered it again"
+    assert counted("pdserve_prefill_queue_wait_seconds_count") == before, "redeliveries do not count"
 
 
 @pytest.mark.parametrize(

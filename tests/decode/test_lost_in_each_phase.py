@@ -1,5 +1,5 @@
-"""A prefill worker is lost in each phase of a remote prefill. The victim is a real simulated engine behind hands of
-this test, so that the phase is the one that is meant; another worker stands by from the moment of the fault on."""
+"""A prefill worker is lost in each phase of a remote prefill. The test acts as the victim, with a
+simulated engine, to control the phase. A spare worker starts just before the fault."""
 
 import time
 from contextlib import AsyncExitStack
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("impatient", "brief_transfers")
 
 VICTIM, SPARE = "prefill-victim", "prefill-spare"
 BOUND = 7.0
-"""seconds: what a prompt of this length may wait for a worker that was never seen to work"""
+"""seconds to the end of the response: above the timeout of this prompt at an unmeasured worker"""
 
 
 class Phase(IntEnum):
@@ -30,9 +30,9 @@ class Phase(IntEnum):
 
 
 class Fault(Enum):
-    KILL = "its connections break, and its supervisor strikes it off the registry"
-    HANG = "it is registered and says nothing more"
-    CUT = "as a hang, until its lease in the registry is over; packets vanish"
+    KILL = "its connections break, and its supervisor deletes its registry keys"
+    HANG = "it stays registered and sends nothing more"
+    CUT = "packets vanish, and its lease in the registry ends"
 
 
 @pytest.mark.parametrize("fault", Fault)

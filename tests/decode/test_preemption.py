@@ -8,8 +8,8 @@ from pdserve.decode.requests import DecodeRequest, Phase
 
 
 def running(text: str) -> list[DecodeRequest]:
-    """Each word: a frontend (a digit), a client (a letter), and how often. In order of arrival; `?`: without a first
-    step yet."""
+    """Each word: a frontend (digit), a client (letter), a number of requests; `?`: without a first step. In order of
+    arrival."""
     requests: list[DecodeRequest] = []
     for word in text.split():
         frontend, client, count = word[0], word[1], int(word[2:].rstrip("?"))
@@ -25,10 +25,10 @@ def running(text: str) -> list[DecodeRequest]:
     ("inside", "queued", "expected"),
     [
         ("0g8", 0, ("", 0)),
-        ("0g7 1h1?", 0, ("", 0)),  # it is being prefilled
+        ("0g7 1h1?", 0, ("", 0)),  # `h` is being prefilled
         ("0g8 1h1?", 1, ("0", 1)),
         ("0g2 1g6 0h1?", 1, ("1", 1)),
-        ("0g8 0g3? 1h1?", 4, ("0", 4)),  # three wait before it
+        ("0g8 0g3? 1h1?", 4, ("0", 4)),  # three of `g` wait before `h`
         ("0g8 1h1? 0g3?", 4, ("0", 1)),
         ("0g6 1h2 1h3?", 3, ("0", 3)),
         ("0g5 1h2 1h3?", 3, ("", 0)),

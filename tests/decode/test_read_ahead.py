@@ -10,7 +10,7 @@ from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, WorkerGraph, counted, handle
 
 PER_TOKEN = MIN_PIECE_BYTES // 64
-"""Bytes; small enough that a step of 64 tokens is worth a read."""
+"""Bytes: a step of 64 tokens is just worth a read."""
 BLOCK = 16
 
 
@@ -27,7 +27,7 @@ def part(tokens: int, **changes: object) -> KvHandle:
 async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(
     graph: WorkerGraph, frontend: FrontendStream, chunk: int, left: int
 ) -> None:
-    """Of 500 tokens in blocks of 16, after the last step that was not the prompt's last."""
+    """`left`: tokens, in blocks of 16, after the last step but one of a prompt of 500."""
     await chunked(graph, chunk)
     before = counted("pdserve_kv_transfer_bytes_total")
     assert (await frontend.ask(LONG)).way[0] == "remote"
@@ -47,7 +47,7 @@ def delivered_twice(request_id: str) -> list[PrefillProgress]:
 
 
 @pytest.mark.parametrize("end", ["it is cancelled", "it fails", "another worker answers"])
-async def test_blocks_read_ahead_of_a_prefill_are_free_when(
+async def test_blocks_that_were_read_ahead_are_freed_when(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str, end: str
 ) -> None:
     await graph.act_prefill("prefill-y")
@@ -59,7 +59,7 @@ async def test_blocks_read_ahead_of_a_prefill_are_free_when(
     elif end == "it fails":
         await acted.answer(PrefillFailed(pulled, "engine"))
     else:
-        await acted.answer(PrefillDone(pulled, handle(LONG, request_id="q")))  # nothing listens there
+        await acted.answer(PrefillDone(pulled, handle(LONG, request_id="q")))  # its port is closed
     await until(lambda: not graph.decode.requests)
     await graph.frees_all()
     await acted.answer(PrefillProgress(pulled, part(128)), PrefillProgress("unknown", part(128)))

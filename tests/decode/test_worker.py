@@ -52,12 +52,13 @@ async def prefilled(engine: SimEngine, request_id: str = "p") -> KvHandle:
 
 
 LIMIT = 30_000
-"""Bytes of a message."""
+"""Most bytes of a message."""
 
 
 class TensorEngine(SimEngine):
     def pack(self, outputs: list[Output]) -> list[bytes]:
-        """With tensors, as those of logprobs: a third of a message for each, more than a message for one prompt."""
+        """Add tensors, like those of logprobs: a third of a message per output; two messages if the prompt is
+        `LARGE`."""
         prompts = [each.raw.prefill_stats.num_prompt_tokens for each in outputs if each.raw.prefill_stats]
         size = 2 * LIMIT if len(LARGE) in prompts else len(outputs) * LIMIT // 3
         return [*super().pack(outputs), bytes(size)]
@@ -101,7 +102,7 @@ ANSWERS: list[tuple[str, PrefillAnswer | dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("reason", "answer"), ANSWERS)
-async def test_an_answer_without_kv_that_can_be_read_is_prefilled_locally(
+async def test_a_prompt_whose_answer_has_no_readable_kv_is_prefilled_locally(
     acted: ActedPrefill, frontend: FrontendStream, pulled: str, reason: str, answer: Any
 ) -> None:
     done = PrefillDone("", handle(LONG, **answer)) if isinstance(answer, dict) else answer
@@ -132,12 +133,12 @@ async def test_prefill_workers_of_another_model_or_with_other_weights_do_not_cou
     with failing("no-prefill-worker"):
         await acted.leave()
         answered = await frontend.end_of(request_id)
-    assert answered.way[1] == "fallback", "neither of the others is waited for"
+    assert answered.way[1] == "fallback", "the request waits for no unsuitable worker"
     assert other.engine.usage.running == 0
     assert await other.engine.all_blocks_free()
 
 
-async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_else_is_left_to_it(
+async def test_a_draining_prefill_worker_finishes_its_prompts_and_gets_no_others(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str
 ) -> None:
     await acted.start(pulled)
@@ -195,14 +196,16 @@ async def test_prompts_of_a_prefill_worker_that_died_are_prefilled_locally_at_on
         await frontend.end_of(ids[0])
     assert graph.decode.requests.waiting == 1, "the other worker lives"
     again = await acted.pull(2)
-    assert [delivery.request.request_id for delivery in again] == ids[1:], "the other one was taken back"
+    assert [delivery.request.request_id for delivery in again] == ids[1:], (
+        "the dead worker's prompt was taken back"
+    )
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["the last worker", "one of two"])
 async def test_requests_wait_for_the_last_messages_of_a_lost_prefill_worker(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str, last: bool
 ) -> None:
-    """They use another connection than the registry. An engine that died of a request must count."""
+    """Messages may come after the registry's change. An engine that died of a request must count."""
     if not last:
         await graph.act_prefill("prefill-y")
     await acted.start(pulled)
@@ -277,7 +280,7 @@ async def test_kv_of_an_answer_lost_with_nats_is_free_soon(
     await prefill.frees_all()
 
 
-async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
+async def test_a_prompt_that_was_stored_without_confirmation_leaves_nothing(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = MemoryQueue.publish
@@ -297,7 +300,7 @@ async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
 async def test_cancel_at_once_and_while_the_request_is_queued(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
-    """Both messages of the first arrive together: it is cancelled before its task first runs."""
+    """The first request is cancelled before its task runs, because both messages arrive together."""
     at_once = await frontend.submit(LONG)
     await frontend.cancel(at_once)
     queued = await frontend.submit(LONG[1:])
@@ -315,7 +318,7 @@ async def test_cancel_at_once_and_while_the_request_is_queued(
 async def test_kv_whose_lease_ends_before_it_is_read_is_prefilled_locally(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answer took longer than the lease, which this worker's clock does not show."""
+    """The answer took longer than the lease, but the decode worker's clock does not show that."""
     async with WorkerGraph() as graph:
         prefill = await graph.prefill(lease=0.2, num_gpu_blocks_override=40)
         generate = graph.decode_engine.generate
@@ -365,10 +368,8 @@ async def test_cancel_frees_everything(graph: WorkerGraph, frontend: FrontendStr
     await graph.frees_all()
 
 
-async def test_a_frontend_that_is_gone_takes_its_own_requests_along(
-    graph: WorkerGraph, acted: ActedPrefill
-) -> None:
-    """And it cannot cancel another's."""
+async def test_requests_of_a_lost_frontend_are_cancelled(graph: WorkerGraph, acted: ActedPrefill) -> None:
+    """A frontend cannot cancel another's requests."""
     other = await graph.frontend("b")
     async with FrontendStream(graph.stream.address, "a") as frontend:
         await frontend.submit(SHORT, 1000)
@@ -392,7 +393,7 @@ async def test_outputs_of_a_step_come_in_one_message(graph: WorkerGraph, fronten
 
 
 async def test_an_impossible_request_fails_alone(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    """A used id, an empty prompt, one that is too long, a deadline in the past, and one that passes later."""
+    """A used id, an empty prompt, a too long prompt, a past deadline, a deadline that passes later."""
     used = await frontend.submit(SHORT)
     (await frontend.end_of(used)).finished = False
     await frontend.submit(SHORT, request_id=used)
@@ -426,7 +427,7 @@ async def test_a_request_that_waits_for_its_turn_is_failed_once() -> None:
 async def test_the_load_is_sent_to_frontends_that_follow_it(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """At once when they come, and when it changes: without the registry, which is away."""
+    """At once and at each change, without the registry, which is down."""
     await graph.registry.down()
     older = Hello(graph.decode_engine.facts.vllm_version)
     hello = msgspec.structs.replace(older, follow_load=True)
@@ -455,7 +456,7 @@ async def test_the_load_is_sent_to_frontends_that_follow_it(
 async def test_prompts_go_the_cheaper_way_and_settings_change_while_it_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A threshold that is set means the policy `threshold`, unless that is set, too."""
+    """Setting a threshold selects the policy `threshold`, unless a policy is set."""
     async with WorkerGraph(policy="adaptive") as graph:
         await graph.prefill()
         frontend, registry = await graph.frontend(), await graph.registry_of_another()
@@ -480,7 +481,7 @@ async def test_prompts_go_the_cheaper_way_and_settings_change_while_it_runs(
         assert settings.current.max_local_prefill_length == 32
 
 
-async def test_drain_finishes_what_runs_and_takes_nothing_new(
+async def test_drain_finishes_running_requests_and_takes_no_new_ones(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     other, running = await graph.registry_of_another(), await frontend.stream(max_tokens=200)
@@ -503,8 +504,8 @@ async def test_requests_that_outlast_the_drain_fail_with_retry() -> None:
         await graph.life
 
 
-async def test_the_bound_of_a_remote_prefill_follows_what_was_computed_not_what_was_cached() -> None:
-    """Else prompts like none before are given up beside many that begin alike."""
+async def test_the_timeout_of_a_remote_prefill_follows_computed_and_not_cached_tokens() -> None:
+    """Otherwise a new prompt would time out after many prompts with one cached prefix."""
     async with WorkerGraph() as graph:
         await graph.prefill(**{"prefill-rate": 10_000.0})  # type: ignore[arg-type]
         frontend = await graph.frontend()

@@ -1,6 +1,6 @@
 """A graph in virtual time: engines that take as long as simulated engines, and the real estimates and decisions.
 
-`python -m tests.decode.virtual` prints what the policies make of several loads, some seconds for minutes of load.
+`python -m tests.decode.virtual` prints TTFTs and gaps of both policies under several loads within seconds.
 """
 
 import heapq
@@ -32,7 +32,7 @@ SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00
 TRANSFER, PUBLISH = 0.012, 0.002
 BLOCK = 32
 PULL_BELOW = 2048
-"""Tokens from which on a prefill worker pulls no more; twice as many if it has `FEW_PROMPTS` prompts."""
+"""A prefill worker with this many tokens pulls no more; with `FEW_PROMPTS` prompts, with twice as many."""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
 ALL_LOCAL = DecodeSection(remote_prefill=False)
@@ -90,7 +90,7 @@ class VirtualRequest:
         self.times.append(now)
 
     def keeps(self, promised: Promised) -> bool:
-        """Judge its tokens as they leave the frontend, which paces them if there is a promise."""
+        """Whether the tokens keep the promise as they leave the frontend, which paces them if the graph has an SLO."""
         slo, times = self.decode.graph.promised, self.times
         if slo.gap < math.inf:
             times = left(Pacing(slo.ttft, slo.gap), times, started=self.begun)
@@ -102,7 +102,7 @@ class VirtualRequest:
 
     @property
     def turn(self) -> Any:
-        """Setting its result publishes the prompt."""
+        """Its `set_result` publishes the prompt."""
 
         def publish(_: None) -> None:
             self.published = True
@@ -120,8 +120,8 @@ class VirtualRequest:
 
 
 class VirtualEngine:
-    """Steps of up to 2,048 tokens: running streams first, then prompts as they came, `chunk` tokens of each unless it
-    is alone."""
+    """Steps of up to 2,048 tokens: first running streams, then prompts FIFO, `chunk` tokens of each; of a lone prompt,
+    all."""
 
     def __init__(self, graph: "VirtualGraph", chunk: int = 2048) -> None:
         self.graph, self.usual, self.slow = graph, chunk, 1.0
@@ -290,8 +290,8 @@ class VirtualGraph:
         slow: tuple[float, float] = (1.0, 1.0),
         one_core: bool = False,
     ) -> None:
-        """Without `turns` each prompt is published at once. `slow`: times as slow, decode and prefill workers; with
-        `one_core` they share it."""
+        """Without `turns` each prompt is published at once. `slow`: factors of the step times of decode and
+        prefill workers. `one_core`: all share one core."""
         self.settings, self.random, self.now = settings, Random(seed), 0.0
         self.queue: list[VirtualRequest] = []
         self.loads: dict[str, tuple[PrefillLoad, float]] = {}

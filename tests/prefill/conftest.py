@@ -1,4 +1,4 @@
-"""What tests of prefill workers share."""
+"""Fixtures of the tests of prefill workers."""
 
 from tests.decode.conftest import impatient
 

@@ -14,7 +14,7 @@ from pdserve.prefill.pull_policy import POLL_INTERVAL, TICK, pause
         (4, 0.08, 3, 0.04),
         (8, 0.08, 1, 0.08),  # full
         (8, 0.0, 1, TICK),  # no prompt was measured yet
-        (8, 100.0, 1, POLL_INTERVAL),  # nothing starves
+        (8, 100.0, 1, POLL_INTERVAL),  # bounded, so that nothing starves
     ],
 )
 def test_how_long_a_worker_leaves_the_queue_to_others(

@@ -1,4 +1,4 @@
-"""The prefill worker on a simulated engine, with the decode side acted by hand."""
+"""The prefill worker on a simulated engine; the tests act as decode workers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ PROMPT = list(range(3, 203))
 
 
 class Scene(Seams):
-    """`async with Scene() as scene`: one prefill worker, and the queue and registry as others see them."""
+    """`async with Scene() as scene`: one prefill worker, and another process's queue and registry."""
 
     def __init__(self, drain_timeout: float = 5.0, **arguments: object) -> None:
         super().__init__(config(drain_timeout=drain_timeout))
@@ -78,7 +78,7 @@ class Scene(Seams):
 
     @property
     def stored(self) -> int:
-        """Requests that were not acked."""
+        """Number of requests without an ack."""
         return len(self.decode._requests.entries)
 
 
@@ -97,7 +97,7 @@ async def test_an_answer_says_where_the_kv_lies(scene: Scene) -> None:
     handle = done.handle
     check_handle(handle, len(PROMPT), 16, LOADED)
     await until(lambda: scene.stored == 0)
-    assert not await scene.engine.all_blocks_free(), "kept until they are pulled"
+    assert not await scene.engine.all_blocks_free(), "kept until they are read"
     async with sim(Role.DECODE, "decode-0") as decode:
         await decode.generate("r", PROMPT, body(), handle)
         await until(scene.engine.all_blocks_free)
@@ -152,10 +152,10 @@ async def test_a_prompt_is_computed_once_however_long_it_takes(
 
 
 @pytest.mark.parametrize("end", ["crashed", "crashed long after", "killed"])
-async def test_a_dead_engine_ends_the_worker_and_what_may_have_killed_it_goes_back(
+async def test_prompts_of_a_dead_engine_go_to_another_worker_unless_they_may_have_killed_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Another worker takes over a prompt that ran for minutes, or whose engine was killed from outside."""
+    """Prompts that ran for minutes, or whose engine was killed from outside, cannot have killed it."""
     scene.engine.faults.going.clear()
     await scene.ask_and_run()
     if end == "crashed long after":
@@ -179,14 +179,14 @@ async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
         for number in range(10):
             await scene.ask(f"r{number}")
         await until(lambda: len(scene.worker._prompts._running) == 2)
-        # a step's worth of tokens, and the one that made it full
+        # the second prompt fills a step of 256 tokens
         await holds(lambda: len(scene.worker._prompts._running) == 2 and scene.decode.depth == 8)
         scene.engine.faults.going.set()
         for number in range(10):
             assert await scene.done(f"r{number}")
 
 
-async def test_drain_finishes_takes_nothing_new_and_waits_for_the_pull(scene: Scene) -> None:
+async def test_a_drain_finishes_prompts_takes_no_new_ones_and_waits_until_kv_is_read(scene: Scene) -> None:
     scene.engine.faults.slow = 100.0
     await scene.ask_and_run()
     scene.worker.stop()
@@ -195,9 +195,7 @@ async def test_drain_finishes_takes_nothing_new_and_waits_for_the_pull(scene: Sc
     assert decode_instance(record).draining
     await scene.ask("new")
     done = await scene.done()
-    await holds(
-        lambda: not scene.life.done() and "new" not in scene.answers
-    )  # its blocks were not pulled yet
+    await holds(lambda: not scene.life.done() and "new" not in scene.answers)  # its blocks were not read yet
     async with sim(Role.DECODE, "decode-0") as decode:
         await decode.reject(done.handle)
         await asyncio.wait_for(scene.life, 5)
@@ -206,7 +204,7 @@ async def test_drain_finishes_takes_nothing_new_and_waits_for_the_pull(scene: Sc
     assert await scene.done("new")
 
 
-async def test_the_drain_has_an_end() -> None:
+async def test_a_drain_ends_after_its_timeout() -> None:
     async with Scene(drain_timeout=0.1) as scene:
         scene.engine.faults.going.clear()
         await scene.ask_and_run()
@@ -231,7 +229,7 @@ async def test_an_answer_is_repeated_until_its_kv_is_released(scene: Scene) -> N
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_answer_given_while_the_queue_is_away_comes_later(scene: Scene) -> None:
+async def test_an_answer_given_while_the_queue_is_away_is_sent_later(scene: Scene) -> None:
     scene.engine.faults.going.clear()
     await scene.ask_and_run()
     await scene.broker.down()
@@ -245,8 +243,8 @@ async def test_an_answer_given_while_the_queue_is_away_comes_later(scene: Scene)
 async def test_a_prefill_that_was_cancelled_too_late_is_answered(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its KV exists, and only the decode worker can have it freed. It is remembered without its prompt, because a
-    thousand long ones would take gigabytes."""
+    """Only the decode worker can free its KV. The request is remembered without its prompt, because a thousand long
+    prompts would take gigabytes."""
 
     async def too_late(request_ids: list[str]) -> None: ...
 
@@ -269,7 +267,7 @@ async def test_an_answer_whose_kv_is_never_released_is_forgotten(scene: Scene) -
     await answers.empty()
 
 
-async def test_nothing_is_pulled_before_it_is_registered(
+async def test_a_worker_pulls_nothing_before_it_is_registered(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered, announce = asyncio.Event(), Presence.announce

@@ -41,7 +41,7 @@ async def engine() -> AsyncIterator[SimEngine]:
 
 
 async def watched(engine: SimEngine, seconds: float) -> bool:
-    """Whether it counts as alive for so long."""
+    """Whether the engine counts as alive for `seconds`."""
     watching = asyncio.create_task(engine_checks.EngineWatch(engine).run())
     await asyncio.wait([watching], timeout=seconds)
     alive = watching.cancel()
@@ -53,7 +53,7 @@ async def watched(engine: SimEngine, seconds: float) -> bool:
 async def test_a_hung_engine_is_dead_and_a_short_pause_is_not(
     engine: SimEngine,
 ) -> None:
-    """Also while it has nothing to do."""
+    """Also without requests."""
     engine.faults.going.clear()
     asyncio.get_running_loop().call_later(0.1, engine.faults.going.set)
     assert await watched(engine, 0.5)
@@ -73,7 +73,7 @@ async def test_an_engine_that_uses_cpu_time_has_a_longer_timeout(
 
 @asynccontextmanager
 async def stalls(engine: SimEngine, gpus: tuple[int, ...] = ()) -> AsyncIterator[list[bool]]:
-    """What the watch of this engine says, one change after the other."""
+    """Yield the changes of `stalled` that the watch of this engine reports."""
     watch, said = engine_checks.EngineWatch(engine, gpus), list[bool]()
     watch.on_change = lambda: said.append(watch.stalled)
     watching = asyncio.create_task(watch.run())
@@ -132,7 +132,7 @@ async def test_a_worker_whose_engine_hangs_ends_and_leaves_the_registry() -> Non
         with pytest.raises(EngineDead, match="hangs"):
             await asyncio.wait_for(graph.life, 30)
         assert await other.read("") == {}
-        with pytest.raises(PeerGone):  # so that it goes on elsewhere
+        with pytest.raises(PeerGone):  # so that the request migrates
             await asyncio.wait_for(frontend.reader, 30)
 
 

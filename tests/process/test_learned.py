@@ -34,9 +34,9 @@ def test_an_outlier_is_ignored_and_a_change_is_learned(measured: list[float], va
     ],
     ids=[
         "single",
-        "the second half computed when the first was done",
-        "a row from its middle",
-        "a short one",
+        "two at a time",
+        "all started together",
+        "a short prompt",
     ],
 )
 def test_the_seconds_per_prompt_token_are_learned(

@@ -25,7 +25,7 @@ from tests.decode.graph import config
 
 
 class Idle(Service):
-    """Notes what happens to it."""
+    """Records the phases that run."""
 
     def __init__(self, work: Work | None = None) -> None:
         super().__init__(config(), Slot(Role.PREFILL, 0), "idle-0", "")
@@ -46,7 +46,7 @@ class Idle(Service):
         self.noted.append("warm up")
 
     async def announce(self) -> None:
-        assert self.ready.is_set(), "there may be requests from here on, which a drain lets finish"
+        assert self.ready.is_set(), "from now on requests may arrive, which a drain finishes"
         self.noted.append("announce")
 
     async def drain(self) -> None:
@@ -80,7 +80,7 @@ class Draining(Idle):
 
 
 class Endless(Idle):
-    """Its work fails, and a task of it does not end."""
+    """Its work fails, and one of its tasks does not end."""
 
     def __init__(self) -> None:
         super().__init__(self._fail_once_it_serves)
@@ -113,7 +113,7 @@ class Reporting(Idle):
 
 
 class Failing(Idle):
-    """Fails while a thread of it hangs."""
+    """Fails while one of its threads hangs."""
 
     @classmethod
     def connect(cls, _config: Config, _slot: Slot, _metrics_url: str) -> "Failing":
@@ -143,7 +143,7 @@ async def test_the_phases_of_a_service_run_in_order() -> None:
 async def test_a_dead_engine_is_reported_while_connections_are_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first is what probes and the process above a lone role go by, however long the end takes."""
+    """Meanwhile probes show the fault, and the heartbeats to the process above a lone role stop."""
     monkeypatch.setattr(life, "BEAT", 0.001)
     dies, beats = asyncio.Event(), list[bytes]()
 
@@ -229,7 +229,7 @@ raise SystemExit(life.run(config(), Slot(Role.DECODE, 0)))
 
 
 def test_a_failed_process_does_not_wait_for_threads_or_change_its_exit_code() -> None:
-    """Whatever signals come late."""
+    """Late signals change neither."""
     process = subprocess.Popen([sys.executable, "-c", FAIL], stderr=subprocess.PIPE, text=True)
     with process:
         assert process.stderr is not None
@@ -250,8 +250,8 @@ def test_a_closed_terminal_does_not_stop_a_process_under_nohup() -> None:
 async def test_only_another_signal_of_the_same_sender_ends_a_drain(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one that is delivered twice at once, as uvloop does now and then, nor that of the guardian, which takes over
-    from a supervisor that died in its stop: requests would break off."""
+    """uvloop sometimes delivers a signal twice, and the guardian signals again if the supervisor died during its stop.
+    Neither may end running requests."""
     monkeypatch.setattr(signals, "SAME_STOP", 60.0)
     caplog.set_level(logging.INFO)
     service = Draining()
@@ -269,7 +269,7 @@ async def test_only_another_signal_of_the_same_sender_ends_a_drain(
     await get(SUPERVISOR_DIED, signal.SIGTERM)
     assert not living.done()
     assert not living.cancelling()
-    assert service.noted[-1] == "drain", "it may go on draining"
+    assert service.noted[-1] == "drain", "the drain continues"
     await get(signal.SIGTERM)
     await asyncio.wait_for(living, 30)
     assert "drained" not in service.noted

@@ -21,7 +21,7 @@ from tests.memory.registry import MemoryRegistry, MemoryServer
 SLOT = "decode-0"
 ARGUMENTS: dict[str, object] = {"tensor-parallel-size": 4, "nnodes": 2}
 SOON = 0.05
-"""seconds after which a record that is away is lost"""
+"""seconds after which a missing record counts as lost"""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ Side = TypeVar("Side", Leader, Follower)
 
 
 class Host(Generic[Side]):
-    """A process on a host of its own. Its end is that it leaves, its death `MemoryServer.kill`."""
+    """A process on its own host. `left` ends it; `MemoryServer.kill` is its death."""
 
     def __init__(self, server: MemoryServer, side: Callable[[Registry], Side]) -> None:
         self.registry = MemoryRegistry(server)
@@ -71,7 +71,7 @@ def following(
 
 @asynccontextmanager
 async def living(*hosts: Host[Any]) -> AsyncIterator[list["asyncio.Task[None]"]]:
-    """Each in a task of its own, since they wait for each other."""
+    """Run each host in a task, because hosts wait for each other."""
     lives = [asyncio.create_task(host.live()) for host in hosts]
     try:
         yield lives
@@ -129,7 +129,7 @@ async def test_followers_with_another_model_or_file_are_refused(server: MemorySe
                 ConfigError, match=r"max-model-len \(100 on this host, not set at the leader\)"
             ) as refused:
                 await asyncio.wait_for(life, 30)
-            assert "chat-template" not in str(refused.value), "an engine has none"
+            assert "chat-template" not in str(refused.value), "an engine has no chat template"
             assert not leader.met.is_set()
 
 
@@ -146,7 +146,7 @@ def test_defaults_of_a_host_are_not_compared() -> None:
 
 
 async def test_a_lost_leader_ends_its_followers_also_while_their_engine_starts(server: MemoryServer) -> None:
-    """And a lost follower its leader: tests/e2e/test_spans_hosts.py."""
+    """A lost follower ends its leader: tests/e2e/test_spans_hosts.py."""
     leader, follower = leading(server), following(server)
     async with living(leader, follower):
         await all_met(leader, follower)
@@ -191,4 +191,4 @@ async def test_a_follower_that_stops_lets_the_leader_drain(server: MemoryServer)
 
 
 def _never() -> None:
-    pytest.fail("nothing asked it to stop")
+    pytest.fail("no follower stops")

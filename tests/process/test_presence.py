@@ -17,21 +17,21 @@ def card(fingerprint: str, generation: int = 0, created: int = 0) -> ModelCard:
 
 
 @pytest.mark.parametrize(
-    ("own", "there", "expected"),
+    ("own", "registered", "expected"),
     [
         (card("a"), [], 1),
         (card("a", created=99), [card("a", 3), card("b", 4)], 3),
         (card("c"), [card("a", 3, created=10**12), card("b", 4)], 5),
         (card("a"), [card("b", 4)], 5),
     ],
-    ids=["the first", "like one that is there", "a change is newer than all", "and so is going back"],
+    ids=["the first", "like a registered card", "a change is newer than all", "so is a return"],
 )
-def test_the_generation_of_a_card(own: ModelCard, there: list[ModelCard], expected: int) -> None:
-    assert generation(own, there) == expected
+def test_the_generation_of_a_card(own: ModelCard, registered: list[ModelCard], expected: int) -> None:
+    assert generation(own, registered) == expected
 
 
 async def test_a_frontend_announces_itself_during_an_outage_of_the_registry() -> None:
-    """It was never a newcomer: there is nothing to delete."""
+    """It was never a newcomer, so that no such key is deleted."""
     server = MemoryServer()
     async with MemoryRegistry(server, "t") as registry, MemoryRegistry(server, "t") as other:
         mine = Presence(registry, Instance("frontend-0", Role.FRONTEND), None)

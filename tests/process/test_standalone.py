@@ -28,7 +28,7 @@ VllmWorker: {{engine: sim, remote-prefill: true, common-configs: [model, block-s
 PrefillWorker: {{engine: sim, common-configs: [model, block-size, max-model-len]}}
 """
 TOKENS = 300
-"""1.5 seconds of a simulated engine"""
+"""a simulated engine takes 1.5 s for them"""
 
 
 class Alone:
@@ -44,7 +44,7 @@ class Alone:
         return [sys.executable, "-m", "pdserve", role.value, "-f", str(self.file)]
 
     def another(self, model: str) -> list[str]:
-        """A decode worker of a second file with the same servers, as docs/hosts.md has two models on a host."""
+        """Return the command of a second model's decode worker on the same servers (docs/hosts.md)."""
         file = self.file.with_name(f"{model}.yaml")
         text = self.file.read_text().replace("served_model_name: demo", f"served_model_name: {model}")
         file.write_text(text.replace("Graph: {", f"Graph: {{kv-port: {free_port('127.0.0.1')}, "))
@@ -65,7 +65,7 @@ def alone(tmp_path: Path, nats_url: str, etcd_url: str, namespace: str) -> Alone
 
 
 async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
-    """It is importing vLLM by then, in a thread that cannot be stopped, and a client holds a connection."""
+    """Meanwhile it imports vLLM, in a thread that cannot be stopped, and a client has a connection."""
     async with alone.view() as view:
         with Terminal(alone.command(Role.FRONTEND), alone.env) as terminal:
             await until(lambda: bool(view.instances(Role.FRONTEND)), 90)
@@ -143,11 +143,11 @@ async def test_a_signal_during_the_start_ends_a_role_with_exit_code_0(alone: Alo
 
 
 def _children(pid: int) -> list[int]:
-    """The role, below the process that stays above it."""
+    """Return the pid of the role, a child of this process."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _handles(pid: int) -> bool:
-    """Whether our handlers are there: that for SIGHUP is the last."""
+    """Whether our signal handlers are set; the last is for SIGHUP."""
     caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
     return bool(int(caught, 16) >> (signal.SIGHUP - 1) & 1)

@@ -1,4 +1,4 @@
-"""What a decode worker reports of its links to prefill workers, and of its connection to NATS."""
+"""A decode worker's reports of its links to prefill workers."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_trie
     assert handshake_failures("prefill-0") == 1
     assert (await frontend.ask(LONG[1:])).way == ("local", "no-prefill-worker")
     await graph.prefill("prefill-1")
-    for number in range(2, 6):  # whichever of the two pulls it
+    for number in range(2, 6):  # either worker may pull it
         await frontend.ask(LONG[number:])
     prefill.engine.faults.deaf = False
     graph.decode._workers._avoided["prefill-0"] -= AVOID_FOR
@@ -57,7 +57,7 @@ async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_trie
 
 
 async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
-    """Within a few requests, although earlier transfers were fast."""
+    """After two slow transfers, although earlier ones were fast."""
     for number in range(3):
         await frontend.ask([number, *LONG])
     before = links(graph)["prefill-0"]
@@ -69,12 +69,12 @@ async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, fron
     assert (after.bytes_per_second or 0) < (before.bytes_per_second or 0)
 
 
-async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(
+async def test_no_link_remains_of_a_worker_that_leaves_with_a_request(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """The request is given up a moment after the worker's link was forgotten."""
+    """The request falls back just after the worker's link was forgotten."""
     acted = await graph.act_prefill("prefill-left")
-    assert links(graph) == {"prefill-left": LinkState("prefill-left", "kv")}, "nothing before it is used"
+    assert links(graph) == {"prefill-left": LinkState("prefill-left", "kv")}, "an unused link"
     request = await frontend.submit(LONG)
     await acted.pull()
     await acted.start(request)

@@ -13,7 +13,7 @@ from tests.engine.sims import body
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A remote prefill may take longer than any test."""
+    """Remote prefills do not time out within a test."""
     monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 60.0)
 
 
@@ -26,7 +26,7 @@ def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 FALLBACK, ALONE = ("local", "fallback"), ("local", "no-prefill-worker")
 
 
-async def test_a_prefill_worker_says_that_it_has_lost_the_queue_and_that_it_is_back(
+async def test_a_prefill_worker_reports_the_loss_and_return_of_the_queue(
     graph: WorkerGraph, prefill: Prefill
 ) -> None:
     def lost() -> list[bool]:
@@ -48,7 +48,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     end: str,
 ) -> None:
-    """The first reports it; the leases of the others have not ended."""
+    """A worker without the queue reports that; the killed and the hung one still have leases."""
     reports = end == "it has lost the queue"
     monkeypatch.setattr(prefill_workers, "POLL_INTERVAL", 60.0 if reports else 0.02)
     taken, waiting = await frontend.submit(LONG), await frontend.submit(LONG[1:])
@@ -80,7 +80,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
 async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts_are_prefilled_locally(
     graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill
 ) -> None:
-    """Until its engine works again."""
+    """This ends when the engine works again."""
     prefill.engine.faults.going.clear()
     with failing("stalled"):
         assert (await frontend.ask(LONG)).way == FALLBACK
@@ -97,10 +97,10 @@ async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts
     await prefill.frees_all()
 
 
-async def test_after_two_untaken_prompts_none_waits_or_is_tried_until_a_worker_is_heard_of(
+async def test_after_two_untaken_prompts_all_are_local_until_a_worker_is_heard_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does one whose own bound is far away: it grows with the prompt."""
+    """Also a waiting prompt with a longer timeout, because timeouts grow with the prompt."""
     monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 0.1)
     async with WorkerGraph(max_prefill_queue_size=9) as graph:
         acted, frontend = await graph.act_prefill(), await graph.frontend()

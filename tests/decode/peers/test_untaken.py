@@ -12,7 +12,10 @@ from pdserve.decode.policy.decision import MIN_TIMEOUT
         ([], False),
         ([("untaken", 10, 13)], False),
         ([("untaken", 10, 13), ("untaken", 10, 14)], True),
-        ([("untaken", 10, 13), ("untaken", 10, 10 + MIN_TIMEOUT / 2)], False),  # its deadline came first
+        (
+            [("untaken", 10, 13), ("untaken", 10, 10 + MIN_TIMEOUT / 2)],
+            False,
+        ),  # the request's deadline came first
         ([("untaken", 10, 13), ("heard", 13.5), ("untaken", 14, 17)], False),
         ([("untaken", 10, 13), ("untaken", 10, 14), ("heard", 14.5)], False),
         ([("heard", 12), ("untaken", 10, 13), ("untaken", 10, 14)], False),  # others were taken meanwhile

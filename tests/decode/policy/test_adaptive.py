@@ -11,11 +11,11 @@ def test_no_load_waits_longer_than_with_thresholds(load: str) -> None:
     adaptive, threshold = (Figures.of(LOADS[load](VirtualGraph(each))) for each in (ADAPTIVE, THRESHOLD))
     assert adaptive.ttft50 < 1.05 * threshold.ttft50
     assert adaptive.ttft99 < 1.05 * threshold.ttft99
-    assert adaptive.gap99 < 65, "of a prompt that is computed alone, in one step"
-    assert adaptive.itl99 < 30, "of one chunk"
+    assert adaptive.gap99 < 65, "the step of a whole prompt"
+    assert adaptive.itl99 < 30, "the step of a chunk"
 
 
-def test_saturated_it_uses_both_sides() -> None:
+def test_saturated_workers_of_both_kinds_prefill() -> None:
     adaptive, threshold = (
         Figures.of(LOADS["32 clients"](VirtualGraph(each))) for each in (ADAPTIVE, THRESHOLD)
     )
@@ -26,8 +26,8 @@ def test_saturated_it_uses_both_sides() -> None:
 def finish(
     settings: DecodeSection, slow: tuple[float, float], load: float, one_core: bool = False
 ) -> tuple[float, float]:
-    """The median of the seconds to the last token, and the share of requests with a first token within 500 ms and no
-    gap over 60 ms."""
+    """Return the median of the seconds to the last token, and the share of requests with a first token within 500 ms
+    and no gap over 60 ms."""
     graph = VirtualGraph(settings, slow=slow, one_core=one_core)
     done = sorted(graph.poisson(load * (10 / slow[0] + 14 / slow[1]), 40), key=lambda each: each.begun)[30:]
     inside = [each.ttft <= 0.5 and each.longest_gap <= 0.06 for each in done]
@@ -36,8 +36,10 @@ def finish(
 
 @pytest.mark.parametrize("load", [0.1, 0.25, 0.6])
 @pytest.mark.parametrize("slow", [(0.3, 0.3), (1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (2.0, 2.0)], ids=str)
-def test_without_a_promise_no_way_alone_is_better(slow: tuple[float, float], load: float) -> None:
-    """On a quiet machine, and where decode or prefill workers are slowed."""
+def test_without_a_promise_adaptive_is_about_as_good_as_the_better_way(
+    slow: tuple[float, float], load: float
+) -> None:
+    """With decode and prefill workers of different speeds."""
     (local, local_kept), (remote, remote_kept), (median, share) = (
         finish(settings, slow, load) for settings in (ALL_LOCAL, ALL_REMOTE, ADAPTIVE)
     )
@@ -46,7 +48,7 @@ def test_without_a_promise_no_way_alone_is_better(slow: tuple[float, float], loa
 
 
 @pytest.mark.parametrize("load", [0.1, 0.2])
-def test_on_one_shared_core_a_remote_prefill_delays_streams_as_much(load: float) -> None:
+def test_on_one_shared_core_adaptive_is_about_as_good_as_local_prefill(load: float) -> None:
     (local, _), (remote, _), (median, _) = (
         finish(settings, (1.0, 1.0), load, one_core=True) for settings in (ALL_LOCAL, ALL_REMOTE, ADAPTIVE)
     )
@@ -65,7 +67,7 @@ def test_several_workers_of_each_kind() -> None:
 
 
 def test_a_prefill_worker_that_gets_slow_and_fast_again() -> None:
-    """Ten times as slow from 20 to 60 s: it is avoided, tried occasionally, and used again."""
+    """From 20 to 60 s it is 10 times slower: avoided, tried occasionally, then used again."""
     graph = VirtualGraph(ADAPTIVE)
     graph.after(20, lambda: setattr(graph.prefill[0], "slow", 10.0))
     graph.after(60, lambda: setattr(graph.prefill[0], "slow", 1.0))
@@ -76,7 +78,7 @@ def test_a_prefill_worker_that_gets_slow_and_fast_again() -> None:
     assert after.local < 0.6
 
 
-def test_a_prefill_worker_that_answers_no_more_gets_no_more() -> None:
+def test_a_prefill_worker_that_stops_answering_gets_few_more_prompts() -> None:
     graph = VirtualGraph(ADAPTIVE)
     graph.after(20, lambda: setattr(graph.prefill[0], "slow", 1e9))
     lost = [request for request in graph.poisson(8, 40) if not request.times]

@@ -8,7 +8,7 @@ from pdserve.contract.messages import PrefillLoad
 from pdserve.decode.policy.cost import LATER_PROMPTS, Estimates, SeenLoad, estimate
 
 FAST, SLOW = 1 / 20_000, 1 / 2_000
-"""seconds for a token"""
+"""seconds per token"""
 
 
 def found(
@@ -19,7 +19,7 @@ def found(
     queued: float = 0,
     rate: float = 0.0,
     slowdown: float = 0.0,
-    there: Sequence[tuple[float, float]],
+    remote: Sequence[tuple[float, float]],
 ) -> Estimates:
     return estimate(
         compute,
@@ -28,7 +28,7 @@ def found(
         local_ahead=ahead,
         local_token=FAST,
         queued=queued,
-        remote=there,
+        remote=remote,
         handover=0.02,
         rate=rate,
         slowdown=slowdown,
@@ -36,14 +36,14 @@ def found(
 
 
 def test_a_local_prompt_waits_for_earlier_prompts_and_delays_streams() -> None:
-    costs = found(compute=400, streams=3, ahead=600, there=[(0, FAST)])
+    costs = found(compute=400, streams=3, ahead=600, remote=[(0, FAST)])
     parts = (costs.local_wait, costs.local_compute, costs.streams)
     assert parts == pytest.approx((0.03, 0.02, 3))
     assert not costs.is_idle
 
 
 @pytest.mark.parametrize(
-    ("queued", "there", "wait", "compute"),
+    ("queued", "remote", "wait", "compute"),
     [
         (0, [(0, FAST)], 0.0, 0.05),
         (2000, [(0, FAST)], 0.1, 0.05),
@@ -53,12 +53,12 @@ def test_a_local_prompt_waits_for_earlier_prompts_and_delays_streams() -> None:
         (0, [(0, SLOW)], 0.0, 0.5),
         (2200, [(0, FAST), (0, SLOW)], 0.1, 2 / 22),
     ],
-    ids=["idle", "queued", "in hand", "two workers", "one is busy", "slow", "fast and slow"],
+    ids=["idle", "queued", "already pulled", "two workers", "one is busy", "slow", "fast and slow"],
 )
 def test_prefill_workers_share_the_prompts_before_a_prompt(
-    queued: float, there: Sequence[tuple[float, float]], wait: float, compute: float
+    queued: float, remote: Sequence[tuple[float, float]], wait: float, compute: float
 ) -> None:
-    costs = found(queued=queued, there=there)
+    costs = found(queued=queued, remote=remote)
     assert (costs.remote_wait, costs.remote_compute, costs.handover) == pytest.approx((wait, compute, 0.02))
 
 
@@ -73,7 +73,7 @@ def test_prefill_workers_share_the_prompts_before_a_prompt(
         (2000, 1.0, 1000, 1000, 1.0 / 2000),
         (0, 1.0, 1000, 1000, FAST),
     ],
-    ids=["just pulled", "half done", "long done", "half done, mine", "a little late", "late", "told nothing"],
+    ids=["just pulled", "half done", "long done", "half done, own", "a little late", "late", "no report"],
 )
 def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
     tokens: int, age: float, own: int, left: float, token_seconds: float
@@ -83,10 +83,10 @@ def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
 
 
 def test_a_second_of_any_request_costs_the_same() -> None:
-    alone, beside = found(there=[(0, FAST)]), found(streams=3, there=[(0, FAST)])
+    alone, beside = found(remote=[(0, FAST)]), found(streams=3, remote=[(0, FAST)])
     assert beside.local_cost - alone.local_cost == pytest.approx(3 * alone.local_compute)
-    seldom, often = (found(queued=1000, rate=rate, there=[(0, FAST)]) for rate in (0.0, 20.0))
+    seldom, often = (found(queued=1000, rate=rate, remote=[(0, FAST)]) for rate in (0.0, 20.0))
     assert seldom.remote_cost == pytest.approx(0.05 + 0.05 + 0.02)
     assert often.remote_cost - seldom.remote_cost == pytest.approx(LATER_PROMPTS * 20.0 * 0.05 * 0.05), (
-        "those that come"
+        "delay of later prompts"
     )

@@ -21,7 +21,7 @@ ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
 
 
 def costs(local_wait: float, streams: int, remote_wait: float, handover: float = 0.02) -> Estimates:
-    """Of a prompt that takes 50 ms wherever it is computed."""
+    """Costs of a prompt that takes 50 ms on any worker."""
     return Estimates(local_wait, 0.05, streams, remote_wait, 0.05, handover, 0.05)
 
 
@@ -37,7 +37,7 @@ def costs(local_wait: float, streams: int, remote_wait: float, handover: float =
         (5000, 4999, 99, ALWAYS, "remote", "always"),
     ],
 )
-def test_thresholds_and_always_go_by_no_costs(
+def test_thresholds_and_always_ignore_costs(
     prompt: int, hit: int, depth: int, settings: DecodeSection, mode: str, reason: str
 ) -> None:
     for estimates in (None, costs(0.0, 0, 9.0), costs(9.0, 9, 0.0)):
@@ -78,7 +78,7 @@ def test_the_cheaper_way(estimates: Estimates, mode: str, reason: str) -> None:
     ],
 )
 @pytest.mark.parametrize("settings", [ADAPTIVE, ON, ALWAYS])
-def test_a_prompt_that_cannot_go_elsewhere_is_local_whatever_it_costs(
+def test_a_prompt_that_cannot_be_remote_is_local_at_any_cost(
     refused: dict[str, Any], reason: str, settings: DecodeSection
 ) -> None:
     asked = partial(
@@ -96,7 +96,7 @@ def test_a_prompt_that_cannot_go_elsewhere_is_local_whatever_it_costs(
         (1000, 3, 0, 4.0),
     ],
 )
-def test_the_bound_grows_with_the_prompt_and_the_queue(
+def test_the_timeout_grows_with_the_prompt_and_the_queue(
     tokens: int, depth: int, workers: int, seconds: float
 ) -> None:
     timeout = PrefillTimeout()
@@ -104,7 +104,7 @@ def test_the_bound_grows_with_the_prompt_and_the_queue(
     assert timeout.seconds(tokens, depth, workers) == pytest.approx(MIN_TIMEOUT + TIMEOUT_FACTOR * seconds)
 
 
-def test_the_bound_follows_the_workers_speed() -> None:
+def test_the_timeout_follows_the_workers_speed() -> None:
     timeout = PrefillTimeout()
     assert timeout.seconds(1000, 0, 1) == MIN_TIMEOUT + TIMEOUT_FACTOR * 1000 / FIRST_GUESS, (
         "a slow machine is assumed"
@@ -112,5 +112,5 @@ def test_the_bound_follows_the_workers_speed() -> None:
     timeout.learn(1000, 1.0)
     for _ in range(50):
         timeout.learn(1000, 0.1)
-    timeout.learn(1000, 0.0)  # a clock without resolution says nothing
+    timeout.learn(1000, 0.0)  # a coarse clock may show 0: ignored
     assert timeout.seconds(1000, 0, 1) == pytest.approx(MIN_TIMEOUT + TIMEOUT_FACTOR * 0.1, rel=0.01)

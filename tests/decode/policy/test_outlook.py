@@ -1,4 +1,4 @@
-"""What a decode worker reports of its prompts, in virtual time. (Routing by it: frontend/workers/test_router.)"""
+"""A decode worker's report of its backlog, in virtual time. (Its use in routing: frontend/workers/test_router.)"""
 
 import pytest
 
@@ -6,7 +6,7 @@ from pdserve.contract.slo import is_flex
 from tests.decode.virtual import ADAPTIVE, VirtualGraph, VirtualRequest
 
 
-def test_prompts_that_wait_are_a_backlog_which_ends_with_them() -> None:
+def test_waiting_prompts_are_a_backlog_until_they_are_computed() -> None:
     graph = VirtualGraph(ADAPTIVE, decode=2)
     assert [each.estimator.outlook().backlog for each in graph.decode] == [0.0, 0.0]
     for client in ["", "~flex"] * 20:

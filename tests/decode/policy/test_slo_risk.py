@@ -1,4 +1,4 @@
-"""The expected number of broken promises, and what decisions by it keep in virtual time."""
+"""The expected number of SLO misses, and the promises that decisions by it keep in virtual time."""
 
 import math
 from dataclasses import replace
@@ -68,8 +68,8 @@ def run(
     rate: float,
     known: bool,
 ) -> tuple[float, float]:
-    """The share of requests within the promise, after the first, from which speeds are learned, and the median of the
-    seconds to the last token."""
+    """Return the share of requests within the promise and the median of the seconds to the last token, without the
+    first 20 requests, from which speeds are learned."""
     graph = VirtualGraph(settings, promised=promised if known else NO_PROMISE, slow=slow)
     at, arrivals = 0.0, Random(1)
     for _ in range(120):
@@ -90,8 +90,8 @@ PROMISES = {
 
 
 @pytest.mark.parametrize(("promise", "load"), [("chat", 0.5), ("chat", 1.0), ("agent", 1.0), ("RAG", 0.5)])
-def test_no_way_alone_keeps_more_however_fast_the_workers_are(promise: str, load: float) -> None:
-    """Decode and prefill workers ten times as fast, and ten times as slow."""
+def test_adaptive_keeps_about_as_many_promises_as_the_better_way(promise: str, load: float) -> None:
+    """With decode and prefill workers up to 10 times faster or slower."""
     knows = blind = 0.0
     promised, prompt = PROMISES[promise]
     for decode, prefill in product((0.1, 1.0, 10.0), repeat=2):
@@ -109,7 +109,7 @@ def test_no_way_alone_keeps_more_however_fast_the_workers_are(promise: str, load
     ("slow", "rate"),
     [((1, 1), 5), ((1, 1), 20), ((1, 0.1), 20), ((10, 0.1), 2), ((10, 1), 2), ((1, 10), 4), ((1, 10), 10)],
 )
-def test_answers_end_as_soon_as_without_the_promise(
+def test_a_promise_does_not_delay_the_end_of_answers(
     promise: str, slow: tuple[float, float], rate: float
 ) -> None:
     promised, prompt = PROMISES[promise]

@@ -15,7 +15,7 @@ REMOTE = DecodeSection(
 
 
 async def flood(graph: WorkerGraph, frontend: FrontendStream, count: int = 4) -> list[str]:
-    """Send prompts of a client; return their ids when they wait for a prefill worker."""
+    """Send prompts of a greedy client; return their ids when they wait for a prefill worker."""
     names = [await frontend.submit(LONG[number:], client="greedy") for number in range(count)]
     await until(lambda: graph.depth == count)
     return names
@@ -44,7 +44,7 @@ async def test_flex_prompts_are_computed_one_at_a_time(
 ) -> None:
     flex = [await frontend.submit(LONG[number:], client="~batch") for number in range(2)]
     await until(lambda: graph.decode.requests.remote == 2)
-    assert graph.decode.load().queue_depth < 2, "others do not wait for a held one"
+    assert graph.decode.load().queue_depth < 2, "held flex prompts do not count"
     assert await take(graph, acted) == flex[0]
     ordinary = await frontend.submit(LONG[9:], client="honest")
     assert await take(graph, acted) == ordinary
@@ -87,7 +87,7 @@ async def test_a_held_prompt_that_is_cancelled_never_enters_the_queue(
 
 
 @pytest.mark.parametrize("reason", ["queue-down", "no-prefill-worker"])
-async def test_held_prompts_are_prefilled_locally_when_none_will_take_them(
+async def test_held_prompts_are_prefilled_locally_when_no_worker_can_pull_them(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, reason: str
 ) -> None:
     names = await flood(graph, frontend)
@@ -101,7 +101,7 @@ async def test_held_prompts_are_prefilled_locally_when_none_will_take_them(
 async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_hangs(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """Each may wait as long as if it were in the queue."""
+    """Each times out as if it were in the queue."""
     for name in await flood(graph, frontend):
         assert (await frontend.end_of(name)).way == ("local", "fallback")
     [queue] = [queue for queue in graph.broker._queues.values() if queue.ids]
@@ -112,11 +112,11 @@ async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_ha
     ("stored", "own", "tokens", "workers", "busy"),
     [
         (0, [], 5000, 1, False),
-        (9, [], 5000, 1, False),  # of other decode workers: one of each is always there
+        (9, [], 5000, 1, False),  # of other decode workers; one own prompt is always allowed
         (1, [1300], 1300, 1, True),
         (1, [1300], 1300, 2, False),
         (2, [1300], 1300, 2, True),
-        (1, [50], 50, 1, False),  # short ones, as many as take `BUFFER` together
+        (1, [50], 50, 1, False),  # short prompts, which fill `BUFFER` together
         (9, [50] * 9, 50, 1, False),
         (9, [50] * 9, 51, 1, True),
         (9, [50] * 3, 50, 1, False),
@@ -133,13 +133,13 @@ def test_publishes_just_enough_to_keep_the_prefill_workers_busy(
     ("prompt", "prefill", "decode"),
     [(60, 1, 1), (300, 3, 1), (300, 1, 2), (1300, 1, 1), (1300, 2, 3), (4000, 3, 1), (4000, 1, 2)],
 )
-def test_a_flood_is_prefilled_as_fast_and_others_wait_for_little(
+def test_holding_a_flood_back_delays_it_little_and_shortens_the_waits_of_others(
     prompt: int, prefill: int, decode: int
 ) -> None:
     """In virtual time."""
 
     def flood(seed: int, *, turns: bool) -> tuple[float, float]:
-        """Return when the last prompt was done, and the longest wait of the honest client's for a prefill worker."""
+        """Return the time of the last first token, and the honest client's longest wait for a prefill worker."""
         graph = VirtualGraph(REMOTE, prefill=prefill, decode=decode, turns=turns, seed=seed)
         for _ in range(count):
             graph.ask(prompt, 2, "greedy")

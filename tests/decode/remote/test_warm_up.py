@@ -41,14 +41,14 @@ def impatient_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make bounds long, so that a test that waits for a bound instead of its event takes too long."""
+    """Make the bound long, so that a test fails that waits for it instead of for the warm-up."""
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 60.0)
 
 
-async def test_workers_are_warm_with_all_before_the_first_request_and_nothing_else_counts_it(
+async def test_workers_warm_up_before_requests_and_only_one_metric_counts_it(
     slow: None,
 ) -> None:
-    """A prefill worker, and a decode worker that comes later."""
+    """So do a prefill worker, and a decode worker that comes later."""
     before = warm("ok")
     names = ["pdserve_prefill_queue_wait_seconds_count", "pdserve_kv_transfer_seconds_count"]
     waits, transfers = map(counted, names)
@@ -71,7 +71,7 @@ async def test_workers_are_warm_with_all_before_the_first_request_and_nothing_el
 async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
     slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until its KV was read."""
+    """It registers when its KV was read."""
     monkeypatch.setattr(presence, "INTERVAL", 0.01)
     graph = WorkerGraph()
     decode = Instance("decode-x", Role.DECODE, "demo", fingerprint=LOADED)
@@ -91,7 +91,7 @@ async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
         assert await anext(answer_sender) == PrefillStarted("w", "prefill-0")
         done = await anext(answer_sender)
         assert isinstance(done, PrefillDone)
-        await holds(lambda: not worker.ready.is_set())  # nor is its load, which has changed, sent
+        await holds(lambda: not worker.ready.is_set())  # nor does it send its changed load
         assert "instances/prefill/prefill-0" not in await registry.read("")
         await engine.generate("w", prompt, body(1), done.handle)
         await until(worker.ready.is_set)
@@ -100,7 +100,7 @@ async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
         await asyncio.gather(life, return_exceptions=True)
 
 
-async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away_and_is_asked_again(
+async def test_a_decode_worker_registers_without_a_silent_prefill_worker_and_asks_it_again(
     impatient_pairs: None,
 ) -> None:
     graph, failed = WorkerGraph(), warm("failed")
@@ -114,7 +114,7 @@ async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away
 
 
 @pytest.mark.usefixtures("brief_transfers")
-async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_request(
+async def test_a_failed_warm_up_is_repeated_and_is_no_failure_of_a_request(
     impatient_pairs: None,
 ) -> None:
     reasons = ("transfer", "timeout")
@@ -132,8 +132,8 @@ async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_requ
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
-async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, role: Role) -> None:
-    """It registered as a newcomer, hangs, and disappears."""
+async def test_a_worker_stops_waiting_for_a_newcomer_that_is_gone(slow: None, role: Role) -> None:
+    """The newcomer hangs, then leaves the registry."""
     graph, other = WorkerGraph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
     key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", wire=WIRE, fingerprint=LOADED)
     worker = graph.decode if role is Role.DECODE else graph.make(PrefillWorker, "prefill-0")
@@ -157,7 +157,7 @@ async def test_a_worker_whose_engine_dies_of_its_first_work_never_registers() ->
         assert not await registry.read("")
 
 
-async def test_a_worker_ends_whose_engine_dies_of_a_warm_up() -> None:
+async def test_a_worker_whose_engine_dies_of_a_warm_up_ends() -> None:
     """The death interrupts the warm-up, which then cannot cancel its request in the dead engine."""
     async with WorkerGraph() as graph:
         graph.decode_engine.faults.fatal_pulls = True
@@ -177,7 +177,7 @@ async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytes
 
 
 async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for those that are under way nor for the next tries."""
+    """Neither for running warm-ups nor for retries."""
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.05)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.01)
     graph = WorkerGraph(drain_timeout=30.0)
@@ -195,8 +195,8 @@ async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatc
             assert time.monotonic() - began < warm_up.TIMEOUT / 2
 
 
-async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other pairs connect at their first request: both prefill workers serve."""
+async def test_of_many_workers_only_some_pairs_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other pairs connect at their first request."""
     monkeypatch.setattr(prefill_workers, "MAX_PAIRS", 1)
     monkeypatch.setattr(answer_sender, "MAX_PAIRS", 0)
     before = warm("ok")
@@ -206,7 +206,7 @@ async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.
         chosen = graph.decode._workers.to_warm_up()
         assert len(chosen) == 1
         await until(lambda: warm("ok") > before)
-        assert warm("ok") - before <= 3, "one at a time, a nearer one in place of another"
+        assert warm("ok") - before <= 3, "one pair at a time; a later worker may replace the chosen one"
         frontend = await graph.frontend()
         for number in range(6):
             assert (await frontend.ask([number, *LONG])).finished

@@ -16,7 +16,7 @@ USUAL = 256
 
 
 @pytest.mark.parametrize("plain", [0.001, 0.01, 0.03, 0.059, 0.06, 0.2])
-def test_a_step_is_as_long_as_keeps_the_gap(plain: float) -> None:
+def test_the_longest_step_keeps_the_gap(plain: float) -> None:
     step = longest_step(0.06, plain)
     assert (step == math.inf) == (gap_miss_probability(plain, 0.06) == 1.0), (
         "a gap that is missed in any case does not count"
@@ -38,7 +38,7 @@ def test_the_chunk_fills_the_step() -> None:
 
 @pytest.mark.parametrize("slow", [0.1, 0.3, 1.0, 3.0, 10.0])
 def test_streams_keep_their_gap_beside_a_prompt_that_is_computed_as_fast_as_that_allows(slow: float) -> None:
-    """From ten times as fast to ten times as slow, with the same chunk to begin with."""
+    """On engines from 10 times faster to 10 times slower, with the same first chunk."""
     gap, begin = 0.06, 5 * slow
     graph = VirtualGraph(
         DecodeSection(remote_prefill=False), promised=Promised(math.inf, gap), slow=(slow, 1)

@@ -1,4 +1,4 @@
-"""Prompts in the engine at a time: as many as make one chunk."""
+"""The engine gets as many prompts at a time as make one chunk."""
 
 import asyncio
 
@@ -16,11 +16,11 @@ from pdserve.decode.scheduling.prefill_slots import PromptSlots
         ),
         pytest.param(
             ["=25 long:5000 longer:5000 longest:5000 =100 -long | longer"],
-            id="a long prompt is alone though the chunk was shorter when it came",
+            id="a long prompt stays alone when the chunk grows",
         ),
         pytest.param(
             ["=25 greedy1:5000 a1:10 | greedy1 a1"],
-            id="a very short prompt passes a long one whatever its chunk",
+            id="a very short prompt passes a long one at any chunk",
         ),
         pytest.param(
             [
@@ -28,20 +28,20 @@ from pdserve.decode.scheduling.prefill_slots import PromptSlots
                 "-a1 a3:10 | greedy1 b1 c1 d1 a3",
                 "-greedy1 | b1 c1 d1 a3 greedy2 e1 a2",
             ],
-            id="very short prompts pass: one of each client that has none in the engine, and four at a time",
+            id="very short prompts pass, one per client without prompts in the engine, four at a time",
         ),
         pytest.param(
             ["long:5000 ~batch:10 b:100 | long", "-long | b", "-b | ~batch"],
-            id="flex prompts pass none and are last",
+            id="flex prompts pass no other and are last",
         ),
         pytest.param(
             ["~batch:5000 ~other:5000 a:5000 b:5000 | ~batch a", "-~batch | a", "-a | b"],
-            id="no prompt waits for a flex prompt that is computed",
+            id="no prompt waits for a running flex prompt",
         ),
         pytest.param(["a:40 b:40 c:40 d:40 | a b", "-b | a c"], id="short prompts make a chunk together"),
         pytest.param(
             ["a:80 b:80 c:20 | a", "!b | a c", "-a -c d:100 | d"],
-            id="a prompt that is given up in line holds up no other",
+            id="a prompt cancelled in the queue delays no other",
         ),
         pytest.param(
             [
@@ -52,13 +52,13 @@ from pdserve.decode.scheduling.prefill_slots import PromptSlots
                 "-other1 | greedy3",
                 "-greedy3 | honest2",
             ],
-            id="turns go round the clients",
+            id="round-robin over clients",
         ),
     ],
 )
 async def test_which_prompts_are_in_the_engine(story: list[str]) -> None:
-    """`a1:40`: a prompt of client `a` with 40 tokens arrives; `-a1`: leaves the engine; `!a1`: is cancelled; `=25`:
-    the chunk is 25 tokens. Usually it is 100."""
+    """`a1:40`: a prompt of client `a` with 40 tokens arrives; `-a1`: it leaves the engine; `!a1`: it is cancelled;
+    `=25`: the chunk, 100 tokens at first, becomes 25; after `|`: prompts in the engine."""
     chunk, inside = 100, list[str]()
     ends, tasks = dict[str, asyncio.Event](), dict[str, asyncio.Task[None]]()
     slots = PromptSlots(lambda: chunk, chunk)

@@ -1,4 +1,4 @@
-"""The fair queue of prompts: round-robin over clients, late requests pass no other."""
+"""The fair queue of prompts: round-robin over clients; late requests go last."""
 
 import math
 from itertools import count
@@ -29,12 +29,14 @@ def in_order(waiting: list[tuple[str, float]], now: float = 0.0, needs: float = 
         pytest.param([("a", INF), ("a", INF), ("b", INF), ("a", INF)], "a0 b2 a1 a3", id="round-robin"),
         pytest.param([("a", 3), ("a", 2), ("b", 1)], "a0 b2 a1", id="FIFO also with deadlines"),
         pytest.param([("a", 0.05), ("a", 3)], "a1 a0", id="a late request lets its client's others pass"),
-        pytest.param([("a", 0.05), ("b", 3)], "b1 a0", id="and other clients'"),
-        pytest.param([("a", 0.05), ("a", INF)], "a1 a0", id="also those without a deadline"),
-        pytest.param([("a", -MAX_LATE), ("a", 3)], "a0 a1", id="but not for ever"),
+        pytest.param([("a", 0.05), ("b", 3)], "b1 a0", id="a late request lets other clients pass"),
+        pytest.param(
+            [("a", 0.05), ("a", INF)], "a1 a0", id="a late request lets requests without a deadline pass"
+        ),
+        pytest.param([("a", -MAX_LATE), ("a", 3)], "a0 a1", id="after `MAX_LATE` it lets none pass"),
         pytest.param([("a", 0.05), ("b", 0.01), ("a", 0.02)], "a0 b1 a2", id="all are late"),
         pytest.param([("~a", INF), ("b", INF), ("b", INF)], "b1 b2 ~a0", id="flex requests last"),
-        pytest.param([("~a", 1), ("b", 0.05), ("b", INF)], "b2 b1 ~a0", id="even after late ones"),
+        pytest.param([("~a", 1), ("b", 0.05), ("b", INF)], "b2 b1 ~a0", id="flex requests after late ones"),
     ],
 )
 def test_order(waiting: list[tuple[str, float]], served: str) -> None:

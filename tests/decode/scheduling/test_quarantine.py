@@ -1,4 +1,4 @@
-"""Suspects go into the engine alone; everything else goes together."""
+"""A suspect enters the engine alone; other requests enter together."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from pdserve.decode.scheduling.quarantine import Quarantine
         pytest.param(["a b c | abc"], id="requests without suspicion run together"),
         pytest.param(
             ["a b X Y c d | ab", "-a | ab", "-b | abX", "-X | abXY", "-Y | abXYcd"],
-            id="a suspect waits for the unproven, and others for it",
+            id="a suspect waits for requests without a token, and later requests for the suspect",
         ),
         pytest.param(
             ["X Y Z a | X", "!Y | X", "!X | XZ", "-Z -Z | XZa"],
@@ -24,7 +24,8 @@ from pdserve.decode.scheduling.quarantine import Quarantine
     ],
 )
 async def test_requests_that_enter_the_engine(story: list[str]) -> None:
-    """`a`: arrives; `A`: a suspect arrives; `-a`: has a token; `!a`: is cancelled."""
+    """`a`: a request arrives; `A`: a suspect; `-a`: it has a token; `!a`: it is cancelled; after `|`: all that
+    entered."""
     quarantine, requests, entered = Quarantine(), dict[str, DecodeRequest](), list[str]()
 
     async def enter(request: DecodeRequest) -> None:
