@@ -46,11 +46,11 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def pdserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Run a command, whatever the environment of the tests says to it."""
+    """Run a command without the environment's PDSERVE_ variables."""
     for name in [name for name in os.environ if name.startswith("PDSERVE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PDSERVE_STATE_DIR", str(tmp_path / "state"))
-    for name in ("FRONTEND_PORT", "KV_PORT"):  # free ones: `plan` says what `serve` would refuse now
+    for name in ("FRONTEND_PORT", "KV_PORT"):  # free ones, because `plan` reports busy ports
         monkeypatch.setenv(f"PDSERVE_{name}", str(free_port("127.0.0.1", 4)))
 
     def run(*args: object) -> Done:
@@ -61,7 +61,7 @@ def pdserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 def process(*args: object) -> Done:
-    """For commands that run a process of a graph, which change logging and signals."""
+    """Run a command of a graph's process, which changes logging and signals, in a new process."""
     command = [sys.executable, "-m", "pdserve", *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
@@ -79,7 +79,7 @@ def test_help_lists_every_command_with_examples(pdserve: Run) -> None:
         assert (result.returncode, f"examples:\n  pdserve {command}" in result.stdout) == (0, True), command
 
 
-def test_a_frontend_spans_no_hosts(pdserve: Run) -> None:
+def test_a_frontend_has_no_node_rank(pdserve: Run) -> None:
     assert "--node-rank" not in pdserve("frontend", "--help").stdout
     assert "--node-rank 1" in pdserve("decode", "--help").stdout
     refused = pdserve("frontend", "-f", str(LOCAL), "--node-rank", "1")
@@ -112,7 +112,7 @@ def test_help_and_plan_import_nothing_heavy() -> None:
 
 
 def test_sigterm_stops_a_role_during_its_imports() -> None:
-    """The imports take a third of a second. The exit code is 0."""
+    """The handler is set before the imports, which take a third of a second."""
     script = (
         "import signal, sys\n"
         "def handle(number, handler):\n"
@@ -183,7 +183,7 @@ def test_plan_reports_unknown_memory(pdserve: Run, tmp_path: Path) -> None:
 def test_output_suggests_a_program_that_the_shell_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after `make install`, which puts nothing on PATH."""
+    """`make install` puts no program on PATH."""
     monkeypatch.delenv(PROGRAM_VARIABLE, raising=False)
     (elsewhere := tmp_path / "python").symlink_to(sys.executable)  # with no pdserve beside it
     python, usual = Path(sys.executable), "/usr/bin:/bin"
@@ -247,7 +247,7 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
 
 
-def test_an_empty_state_directory_in_the_environment_is_not_set(
+def test_an_empty_variable_for_the_state_directory_is_ignored(
     pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -310,12 +310,12 @@ def test_a_role_logs_why_it_ends(
     assert all(bool(record.exc_info) == traced for record in caplog.records)
 
 
-def test_the_last_requests_end_with_the_newest() -> None:
+def test_the_table_of_requests_ends_with_the_newest() -> None:
     newest_first = [Receipt(name, "frontend-0", "/v1", 1.0) for name in ("newest", "older")]
     assert list(receipt_table(newest_first).columns[0].cells) == ["older", "newest"]
 
 
-def test_the_last_requests_name_their_models_where_there_are_two() -> None:
+def test_the_table_of_requests_names_models_if_there_are_two() -> None:
     receipts = [Receipt(model, "f", "/", 1.0, model=model) for model in ("one", "two")]
     assert [column.header for column in receipt_table(receipts).columns].count("model") == 1
     assert "model" not in [column.header for column in receipt_table(receipts[:1]).columns]

@@ -62,10 +62,10 @@ async def test_servers_that_are_no_cluster_fail(nats_url: str) -> None:
     assert "belongs to no cluster" in alone.text
 
 
-async def test_an_etcd_that_was_over_its_quota_says_what_to_do(
+async def test_a_full_etcd_is_reported_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`doctor`, a worker that waits for it, and `status` where `serve` on this machine knows the processes."""
+    """By `doctor`, by a worker that waits for etcd, and by `status` on the machine of `serve`."""
     monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 1.0)
     full = "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION`"
     async with SmallEtcd(tmp_path) as server, TaskOwner() as tasks:
@@ -130,7 +130,7 @@ async def test_doctor_names_each_closed_port(monkeypatch: pytest.MonkeyPatch) ->
     ):
         here, kv = listening.getsockname()[1], silent.getsockname()[1]
         found = await hosts_of(
-            # TEST-NET-1: packets to it are dropped, or there is no way
+            # TEST-NET-1: packets are dropped or have no route
             Instance("decode-1-cd", Role.DECODE, host="192.0.2.1", address="tls://192.0.2.1:5710"),
             Instance(
                 "decode-0-ab",
@@ -165,7 +165,7 @@ VllmWorker: {{model: demo, block-size: 32}}
 
 
 def graph(folder: Path) -> Path:
-    """A file with ports that are free."""
+    """Write a file with free ports."""
     port = free_port("127.0.0.1", 2)
     file = folder / "graph.yaml"
     file.write_text(GRAPH.format(port=port, kv_port=port + 1))
@@ -237,7 +237,7 @@ def test_ports_of_an_unregistered_role_of_this_graph_are_ok(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_a_starting_graph_claims_its_fixed_ports(tmp_path: Path, host: str) -> None:
-    """Though none of its processes listens yet; `doctor` and `plan` say what `serve` says."""
+    """No process listens yet. `doctor` and `plan` report the same conflict as `serve`."""
     plan = plan_of(graph(tmp_path))
     config, slots = plan.config, [worker.slot for worker in plan.workers]
     assert config.frontend is not None
@@ -258,7 +258,7 @@ def test_a_starting_graph_claims_its_fixed_ports(tmp_path: Path, host: str) -> N
         pass
 
 
-def test_a_disk_without_space_for_etcd_is_refused_unless_it_runs(tmp_path: Path) -> None:
+def test_a_disk_without_space_for_etcd_is_refused_unless_etcd_runs(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         plan = plan_of(graph(disk.path))
         (full,) = refusals(plan)

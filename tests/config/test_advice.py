@@ -22,7 +22,7 @@ TEXTS = {
     **({path.stem: path.read_text() for path in SAMPLES.glob("dynamo-*.yaml")} if SAMPLES.is_dir() else {}),
 }
 MUTATIONS = 40
-"""of each text, so that there are more than 200"""
+"""per text, so that all are more than 200"""
 KEY = re.compile(r"^( *)([\w-]+):(.*)$")
 OFFERED = (
     "disable-log-requests",

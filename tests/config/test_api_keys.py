@@ -52,7 +52,7 @@ def test_the_environment(file: Path) -> None:
 
 
 def test_whether_keys_are_configured(file: Path) -> None:
-    """Also where they cannot be read: then the frontend does not start."""
+    """Unreadable keys count as configured: then the frontend does not start."""
     assert not requires_key(SecuritySection(), {"PDSERVE_API_KEYS": ""})
     assert requires_key(SecuritySection(), {"PDSERVE_API_KEYS": ","})
     assert requires_key(SecuritySection(api_keys=file), {})
@@ -96,7 +96,7 @@ def test_problems_of_a_file_are_reported_and_show_no_key(file: Path, text: str, 
 
 
 @pytest.mark.parametrize("value", [",", " ", " , ,", "\t", "@/nowhere/keys", "alice=\udcff0123456789abcdef"])
-def test_a_variable_without_usable_keys_opens_nothing(file: Path, value: str) -> None:
+def test_a_variable_without_usable_keys_is_refused(file: Path, value: str) -> None:
     file.write_text(LONG)
     for keys in (None, file):
         with pytest.raises(ConfigError, match="PDSERVE_API_KEYS"):

@@ -183,7 +183,7 @@ Slo: {ttft: 1.5s, gap: 60 ms}
 
 
 def test_all_sections(tmp_path: Path) -> None:
-    """Folders count from the file's."""
+    """Relative paths begin at the file's folder."""
     limits = "port: 80\n  max-wait: 2.5\n  max-waiting: 7\n  max_waiting_tokens: 90\n  max-outputs: 3"
     sections = GRAPH.replace("Security: {allow: [plain-graph]}\n", REST)
     config = read(tmp_path, frontend(limits) + sections)
@@ -417,7 +417,7 @@ MISTAKES: Mistakes = [
         },
     ),
 ]
-"""what makes a file of the keys, the place of a problem, and the beginning of what is said of some keys"""
+"""function that puts keys into a file, place of the problem, and the beginning of each key's problem"""
 
 
 def named(folder: Path, text: str, start: str) -> list[str]:
@@ -499,7 +499,7 @@ def test_a_number_that_begins_with_0_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_dates_do_not_depend_on_imported_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-format-enforcer, which vLLM imports, makes words of every YAML date in its process."""
+    """lm-format-enforcer, which vLLM imports, makes PyYAML read dates as strings."""
     constructors = yaml.SafeLoader.yaml_constructors
     monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
     test_mistakes_elsewhere(tmp_path, *CHANGES[3])

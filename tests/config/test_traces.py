@@ -1,4 +1,4 @@
-"""Where spans are sent: by the file, or by OpenTelemetry's own variables, which win."""
+"""The collector's URL, from the file or from OpenTelemetry's variables, which win."""
 
 from pathlib import Path
 

@@ -69,7 +69,7 @@ services:
 
 
 def dynamo(version: str) -> str:
-    """A manifest of two decode workers and a prefill worker, as Dynamo 1.x has them."""
+    """Return a manifest of Dynamo 1.x with two decode workers and a prefill worker."""
     decode = [
         "--model",
         "demo",
@@ -141,7 +141,9 @@ def test_a_flat_file(tmp_path: Path) -> None:
     ("gpus", "tensor", "workers"),
     [(8, 2, (2, 2)), (6, 2, (2, 1)), (2, 2, (1, 0)), (1, 1, (1, 0)), (3, 1, (2, 1)), (0, 2, (1, 1))],
 )
-def test_it_is_split_over_the_gpus(tmp_path: Path, gpus: int, tensor: int, workers: tuple[int, int]) -> None:
+def test_a_server_is_split_over_the_gpus(
+    tmp_path: Path, gpus: int, tensor: int, workers: tuple[int, int]
+) -> None:
     text = f"model: demo\ntensor-parallel-size: {tensor}\n"
     graph, config = converted(tmp_path, "vllm.yaml", text, gpus)
     assert config.decode is not None
@@ -216,7 +218,7 @@ def test_the_command_line_after_dashes(
     assert "graph.yaml exists" in capsys.readouterr().err
 
 
-def test_an_open_server_stays_as_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_open_server_may_stay_without_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "vllm.yaml").write_text(FLAT)
     assert run(str(tmp_path / "out.yaml"), "--gpu", "--from", str(tmp_path / "vllm.yaml")) == 0
     assert load(tmp_path / "out.yaml", {}).security.allow == ("plain-http",)
@@ -231,7 +233,7 @@ def test_problems_of_a_converted_graph_are_printed(
     assert "max-num-seqs is -4, but must be at least 1." in capsys.readouterr().out
 
 
-def test_a_manifest_that_carries_a_graph(tmp_path: Path) -> None:
+def test_a_manifest_that_contains_a_graph(tmp_path: Path) -> None:
     graph = {
         "Common": {"model": "demo"},
         "VllmWorker": {"common-configs": ["model"]},

@@ -42,13 +42,13 @@ def test_an_option_as_vllm_reads_it(option: str, name: str, value: object) -> No
     assert server.args == {"model": "demo", name: value, "tensor-parallel-size": 2}
 
 
-def test_an_unknown_option_takes_no_other_option() -> None:
+def test_an_unknown_option_takes_no_option_as_its_value() -> None:
     server = only("vllm serve demo --none-such -tp 2 --other -1 more")
     assert server.args == {"model": "demo", "tensor-parallel-size": 2}
     assert set(server.dropped) == {"--none-such", "--other", "a word beside the model"}
 
 
-def test_what_has_no_value_in_the_file_is_left_out() -> None:
+def test_arguments_without_a_value_in_the_file_are_left_out() -> None:
     script = (
         'vllm serve "$1" --port $PORT --api-key "$KEY" --served-model-name "$(basename $1)" --seed 1 "$@"'
     )
@@ -115,7 +115,7 @@ ONE = "vllm serve demo -tp 2 "
         ),
     ],
 )
-def test_how_many_of_which_role(
+def test_counts_of_the_roles(
     tmp_path: Path, script: str, decode: int, prefill: int, dropped: set[str] | None
 ) -> None:
     (tmp_path / "run.sh").write_text(script)
@@ -159,7 +159,7 @@ def test_the_environment_of_a_container(tmp_path: Path) -> None:
     assert third.args == first.args
 
 
-def test_hosts_of_a_worker_are_those_of_its_ranks(tmp_path: Path) -> None:
+def test_a_node_count_becomes_nnodes_if_it_divides_the_ranks(tmp_path: Path) -> None:
     def worker(*args: str) -> dict[str, object]:
         container = {"command": ["python3", "-m", "dynamo.vllm", "--model", "demo", *args]}
         return {"multinode": {"nodeCount": 2}, "extraPodSpec": {"mainContainer": container}}
@@ -176,7 +176,7 @@ def test_the_frontend_of_a_dynamo_manifest(tmp_path: Path) -> None:
     assert (graph.sections["Frontend"]["port"], graph.sections["Processor"]) == (9000, {"router": "kv"})
 
 
-def test_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_reach_neither_output_nor_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "v.yaml"
     source.write_text("model: demo\napi-key:\nhf-token: hf_secret\nhost: 0.0.0.0\n")
     main(["init", str(tmp_path / "g.yaml"), "--from", str(source)])
@@ -192,7 +192,9 @@ def test_keys_are_lines_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "v.yaml").write_text(
         f"model: demo\napi-key: {keys}\nseed: 2024-01-01\nserved-model-name: []\n"
     )
-    assert main(["init", str(tmp_path / "g.yaml"), "--from", str(tmp_path / "v.yaml")]) == 1  # the seed
+    assert (
+        main(["init", str(tmp_path / "g.yaml"), "--from", str(tmp_path / "v.yaml")]) == 1
+    )  # 1: the seed is wrong
     assert (tmp_path / "g.keys").read_text() == "client-1=good=1\nclient-2=12345\n"
 
 
@@ -210,7 +212,7 @@ def test_keys_are_lines_of_a_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_odd_manifests_are_a_sentence(
+def test_odd_manifests_are_refused_in_a_sentence(
     tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "m.yaml").write_text(text)
@@ -238,4 +240,4 @@ def test_a_name_with_a_space_and_a_graph_that_exists(
     assert f"serve -f '{out}'" in capsys.readouterr().out
     (tmp_path / "a b.keys").unlink()
     assert main(["init", str(out), "--from", str(source)]) == 2
-    assert not (tmp_path / "a b.keys").exists()  # no key is left beside another graph
+    assert not (tmp_path / "a b.keys").exists()  # no key file beside an older graph

@@ -53,7 +53,7 @@ def test_a_word_without_a_value_says_what_is_missing(word: str, missing: str) ->
 @pytest.mark.parametrize(
     "script", ["a 'b", 'a "b', "a ${b", "a $(b", "A=(b", "a `b", "'" * 501, "${" * 9999, "$( \n" * 9999, "\\"]
 )
-def test_an_unfinished_script_ends(script: str) -> None:
+def test_parsing_an_unfinished_script_ends(script: str) -> None:
     assert all(isinstance(word, str) for words in commands_of(script) for word in words)
 
 

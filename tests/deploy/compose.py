@@ -1,5 +1,5 @@
-"""Just enough of Compose to check our files where no Docker is: variables, merging, and the keys that exist. And tools
-that tests of deploy/ need."""
+"""The parts of Compose that check our files without Docker: variables, merging, known keys. Also helpers of tests of
+deploy/."""
 
 import os
 import re
@@ -21,7 +21,7 @@ HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
 
 
 def installed(tool: Path) -> str:
-    """One that `make dev` brings; without it the test is skipped, in CI it fails."""
+    """Return the path of a tool that `make dev` installs. Without it, skip the test; in CI, fail."""
     if not tool.exists():
         assert not os.environ.get("CI"), f"{tool} is missing: deploy/test-tools.sh installs it"
         pytest.skip(f"{tool} is missing: deploy/test-tools.sh installs it, some tools as root on Debian only")
@@ -29,7 +29,7 @@ def installed(tool: Path) -> str:
 
 
 def load(*names: str, **variables: str) -> dict[str, Any]:
-    """The files merged in order, as `docker compose -f A -f B` merges mappings; a list replaces."""
+    """Merge the files in order, like `docker compose -f A -f B`; a later list replaces an earlier one."""
     merged: dict[str, Any] = {}
     for name in names:
         merged = _merge(merged, yaml.safe_load(_interpolate((FOLDER / name).read_text(), variables)))
@@ -49,7 +49,7 @@ def _merge(below: Any, above: Any) -> Any:
 
 
 def replaced(words: list[str], substitutes: Mapping[str, str]) -> list[str]:
-    """Each must occur: a flag that was renamed must not go untested."""
+    """Replace parts of words. Each must occur, because a renamed flag would go untested."""
     for old, new in substitutes.items():
         assert any(old in word for word in words), f"{old} is not in {words}"
         words = [word.replace(old, new) for word in words]

@@ -14,11 +14,11 @@ _VARIABLES = {"$model": ".*", "$__rate_interval": "1m", "$__range": "1m"}
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(title of the panel, what it asks Prometheus), with what Grafana puts in place of the variables."""
+    """Yield (title of the panel, PromQL expression), with values for Grafana's variables."""
     for panel in PANELS:
         for target in panel.get("targets", []):
             expression = target["expr"]
             for name, value in _VARIABLES.items():
                 expression = expression.replace(name, value)
-            assert "$" not in expression, f"{panel['title']}: a variable that is not there"
+            assert "$" not in expression, f"{panel['title']}: unknown variable"
             yield panel["title"], expression

@@ -27,13 +27,13 @@ class Prometheus:
         self._http = http
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """The `data` of the answer; raises where Prometheus does not take the question."""
+        """Return the response's `data`; raise if Prometheus refuses the query."""
         answer = self._http.get(f"/api/v1/{path}", params=parameters).json()
         assert answer["status"] == "success", f"{parameters}: {answer}"
         return answer["data"]
 
     def firing(self) -> set[str]:
-        """What each alert that fires says."""
+        """Return name and summary of each firing alert."""
         alerts = self.ask("alerts")["alerts"]
         return {
             f"{each['labels']['alertname']}: {each['annotations']['summary']}"
@@ -48,8 +48,8 @@ class Prometheus:
 
 @contextmanager
 def scraping(folder: Path, *targets: str) -> Iterator[Prometheus]:
-    """A real Prometheus with the configuration of the Compose file, which scrapes the targets each second; alerts fire
-    after two."""
+    """Run Prometheus with the configuration of the Compose file, but scrape the targets each second and fire alerts
+    after two seconds."""
     alerts = folder / "alerts.yml"
     alerts.write_text(re.sub(r"for: \d+[sm]", "for: 2s", (FOLDER / "alerts.yml").read_text()))
     addresses = '", "'.join(targets)

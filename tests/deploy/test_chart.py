@@ -1,5 +1,5 @@
-"""The chart of deploy/helm holds together with every value, and with pdserve: what a cluster would refuse, and what no
-cluster would notice."""
+"""The chart of deploy/helm is consistent with all its values and with pdserve: faults that a cluster would refuse, and
+faults that no cluster would notice."""
 
 import json
 import re
@@ -40,7 +40,7 @@ KNOWN = {*VARIABLES, "PDSERVE_API_KEYS", "POD_NAME", "HF_TOKEN", GROUP_VARIABLE,
 
 
 def test_lint() -> None:
-    """That helm takes all other values is seen where they are rendered."""
+    """Only with `SECRETS`, because other tests render all other values."""
     linted = helm("lint", SECRETS, "--strict")
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
@@ -117,7 +117,7 @@ def _user_of_the_image() -> int:
 
 @EACH
 def test_files_are_mounted_from_volumes_that_are_there(name: str) -> None:
-    """That all which is written is on a volume shows where the pods run: `test_chart_pods.py`."""
+    """`test_chart_pods.py` shows that pods write to volumes only."""
     rendering = combination(name)
     maps, secrets = rendering.of("ConfigMap"), rendering.of("Secret") | rendering.of("Certificate")
     given = {"graph-certificates", "keys", "tls", "first-credentials"}
@@ -190,12 +190,12 @@ def test_values_that_cannot_work_are_refused_with_what_to_do(values: Object, say
 
 
 @pytest.mark.parametrize("keys", ["kv-offload: 0", "kv-offload: 4000MiB", CPU_OFFLOAD])
-def test_host_memory_that_has_its_room_is_taken(keys: str) -> None:
+def test_host_memory_that_fits_into_shm_is_accepted(keys: str) -> None:
     render({"config": f"VllmWorker: {{{keys}}}"})
 
 
 @pytest.mark.parametrize("section", ["Frontend:", "Frontend: {}", "Frontend:\nProcessor:"])
-def test_a_frontend_without_keys_is_one(section: str) -> None:
+def test_an_empty_frontend_section_makes_a_frontend(section: str) -> None:
     assert "frontend" in render({"config": f"{section}\nVllmWorker: {{model: demo}}\n{OPEN}"}).roles()
 
 
@@ -208,8 +208,8 @@ def test_the_yaml_is_rendered_unchanged() -> None:
             assert graph_yaml(combination(name)) == given
 
 
-def test_only_what_serves_clients_has_their_keys() -> None:
-    """A worker that was taken over must not have them (docs/security.md)."""
+def test_only_frontends_have_the_api_keys() -> None:
+    """An attacker who controls a worker must not get them (docs/security.md)."""
     for name in ("demo", "files"):
         for role, each in combination(name).roles().items():
             mounted = {mount["mountPath"] for mount in each.spec["volumeMounts"]}

@@ -1,5 +1,5 @@
-"""What the chart starts is what pdserve understands: the pods' arguments, environment and YAML in pdserve's own command
-line, loader and plan. And what users of other charts complain of (the threads are named) does not happen."""
+"""pdserve's command line, loader and plan accept the pods' arguments, environment and YAML. Faults of which users of
+other charts complain (the threads are named) do not happen."""
 
 import os
 import re
@@ -29,11 +29,11 @@ from tests.observe.test_metrics_page import METRICS
 EACH = ("demo", "gpus", "both", "alone", "scaled", "clusters", "servers", "joined")
 POD_IP = "10.1.2.3"
 FIELDS = {"status.podIP": POD_IP}
-"""and labels of a LeaderWorkerSet, which are numbers"""
+"""values of pod fields; other fields are labels of a LeaderWorkerSet, here 0"""
 RANK = "PDSERVE_NODE_RANK"
 ENGINE = Path(__file__).parents[2] / "pdserve/engine/vllm/process.py"
 LEASE = int(re.findall(r"^LEASE = (\d+)$", ENGINE.read_text(), re.M)[0])
-"""of KV that was prefilled; read, since the module imports vLLM"""
+"""seconds of a KV lease, read from the source because the module imports vLLM"""
 
 
 class Pods:
@@ -90,7 +90,7 @@ def pods(request: pytest.FixtureRequest, tmp_path: Path, credentials: Credential
 
 
 def test_each_role_of_the_file_is_a_deployment_with_the_gpus_of_its_plan(pods: Pods) -> None:
-    """P/D that silently is none: kserve#5987, modelplane#175, llm-d#1189."""
+    """Complaint: no disaggregation, silently: kserve#5987, modelplane#175, llm-d#1189."""
     config = pods.config(next(iter(pods.rendering.roles())))
     sections = [config.decode and config.decode.role, config.prefill and "prefill"]
     sections += ["frontend"] if config.frontend and pods.name != "joined" else []
@@ -106,8 +106,8 @@ def test_each_role_of_the_file_is_a_deployment_with_the_gpus_of_its_plan(pods: P
         assert [each.spec["resources"].get("limits", {}).get("nvidia.com/gpu", 0)] == planned
 
 
-def test_addresses_are_the_pods_own_and_the_graph_is_one(pods: Pods) -> None:
-    """A side channel at 0.0.0.0, or none: kthena#1781, llm-d#650."""
+def test_addresses_are_the_pods_own_and_all_roles_are_in_one_graph(pods: Pods) -> None:
+    """Complaint: a side channel at 0.0.0.0, or none: kthena#1781, llm-d#650."""
     roles, services = pods.rendering.roles(), pods.rendering.of("Service")
     configs = {role: pods.config(role) for role in roles}
     for role, each in roles.items():
@@ -126,7 +126,7 @@ def test_addresses_are_the_pods_own_and_the_graph_is_one(pods: Pods) -> None:
         assert [str(port["port"]) for port in services[server]["spec"]["ports"]] == [ports]
 
 
-def test_a_pod_may_take_as_long_to_end_as_its_process(pods: Pods) -> None:
+def test_the_grace_period_of_a_pod_is_as_long_as_its_process_needs(pods: Pods) -> None:
     for role, each in pods.rendering.roles().items():
         slept = each.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
         needs = pods.config(role).drain_timeout + LEASE + LAST_RESORT + int(slept[1])
@@ -185,11 +185,11 @@ REACHED = {
     "nats": {"nats": ROLES},
     "etcd": {"client": ROLES},
 }
-"""by target and port: what may reach it"""
+"""target -> port -> components that may reach it"""
 
 
 @pytest.mark.parametrize("target", REACHED)
-def test_what_may_reach_what(target: str) -> None:
+def test_which_components_reach_a_port(target: str) -> None:
     found: dict[str, set[str]] = {}
     for source in ALL:
         for port in _reaches(combination("demo"), source, target):
@@ -212,11 +212,11 @@ def test_monitoring_reaches_pages_alone() -> None:
                 assert rule["ports"] == [{"port": "pages"}]
 
 
-# before an install
+# the check before an install
 
 
 def _check(yaml: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run what the hook runs, with the YAML of its annotation."""
+    """Run the hook's command with the YAML of its annotation."""
     (job,) = render({"config": yaml}).of("Job").values()
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
     pod = job["spec"]["template"]
@@ -238,9 +238,11 @@ def _check(yaml: str, folder: Path) -> "subprocess.CompletedProcess[str]":
         (FILES["both"], 0, "both-0"),
         (FILES["local"].replace("max-num-seqs", "max-num-seq"), 1, "did you mean max-num-seqs"),
     ],
-    ids=["what serves", "what cannot work"],
+    ids=["valid", "invalid"],
 )
-def test_the_check_takes_and_refuses(tmp_path: Path, yaml: str, code: int, says: str) -> None:
+def test_the_check_accepts_valid_and_refuses_invalid_files(
+    tmp_path: Path, yaml: str, code: int, says: str
+) -> None:
     checked = _check(yaml + OPEN, tmp_path)
     assert checked.returncode == code, checked.stdout + checked.stderr
     assert says in checked.stdout + checked.stderr
@@ -261,7 +263,7 @@ def _queries(scaled: dict[str, Any]) -> list[str]:
 
 
 def test_prefill_and_decode_scale_apart() -> None:
-    """An autoscaler that ignores prefill: llm-d-autoscaling#1213."""
+    """Complaint: an autoscaler that ignores prefill: llm-d-autoscaling#1213."""
     objects = combination("scaled").of("ScaledObject")
     assert {name: each["spec"]["scaleTargetRef"]["name"] for name, each in objects.items()} == {
         "pdserve-decode": "pdserve-decode",
@@ -280,7 +282,7 @@ def test_queries_ask_for_metrics_that_exist() -> None:
 
 
 def test_prometheus_answers_the_queries(tmp_path: Path) -> None:
-    """With busy workers and work that waits, and with nothing at all: then KEDA must get 0, not nothing."""
+    """With busy workers and a backlog, and without any series: then KEDA must get 0, not an empty result."""
     scaled = combination("scaled").of("ScaledObject")
     (decode,), (prefill,) = (_queries(scaled[f"pdserve-{role}"]) for role in ("decode", "prefill"))
     labels = 'model="demo",namespace="llm"'
@@ -316,8 +318,8 @@ def _expects(query: str, value: float) -> dict[str, Any]:
 
 
 def test_a_revision_keeps_its_own_yaml() -> None:
-    """Rollouts that mix revisions: llm-d-modelservice#252. All roles roll with the YAML, and the pods of before go on
-    with what they started with: its ConfigMap has another name and cannot change."""
+    """Complaint: rollouts that mix revisions: llm-d-modelservice#252. A new YAML has a new ConfigMap, so that all roles
+    roll out; old pods keep their ConfigMap, which cannot change."""
     before, after = (render({"config": FILES["local"] + OPEN + end}) for end in ("", "# changed\n"))
     names = []
     for rendering in (before, after):

@@ -1,7 +1,7 @@
-"""The rendered pods run for real, with simulated engines: each is a host of namespaces with the rendering's mounts,
-user and read-only root, gets ready by its probes, and ends by its preStop and SIGTERM within its grace. Names are in
-/etc/hosts. There is no admission, no scheduling, no device. (Processes that are replaced under load:
-`tests/wire/test_rolling.py`; hosts that are lost: chaos.)"""
+"""The rendered pods run with simulated engines. Each pod is a host made of Linux namespaces, with the rendering's
+mounts, user and read-only root. It gets ready by its probes and ends by preStop and SIGTERM within its grace period.
+Names are in /etc/hosts. Kubernetes' admission, scheduling and devices are left out. (Processes replaced under load:
+`tests/wire/test_rolling.py`; lost hosts: chaos.)"""
 
 import asyncio
 import os
@@ -45,9 +45,9 @@ PROGRAMS = {
     "pdserve": [sys.executable, "-m", "pdserve"],
     "nats": [str(nats_binary())],
 }
-"""of images, by the command or the image's name"""
+"""programs of images, by command or name of the image"""
 _ELSEWHERE = {"/data": "/srv"}
-"""folders of images that this machine has not"""
+"""folder of an image -> folder of this machine"""
 ROLES = ("frontend", "decode", "prefill")
 OUTAGES = (
     ("nats", "NATS does not answer", (NATS,)),
@@ -59,7 +59,7 @@ OUTAGES = (
         (DECODE, "PdserveWorkerDown: decode-0 on"),
     ),
 )
-"""the pod that is cut off, what `/health` says, the alerts"""
+"""pod that is cut off, problem in `/health`, alerts"""
 _MACHINE = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 _MOUNTS = """
 set -e
@@ -70,7 +70,7 @@ done
 chmod 755 /root
 chmod 1777 /tmp
 mount --bind {names} /etc/hosts
-mount --bind /dev/null /etc/resolv.conf  # this machine's server is not there, and would be waited for
+mount --bind /dev/null /etc/resolv.conf  # the name server cannot be reached, and look-ups would wait
 {volumes}
 mount -o remount,ro,bind /
 """
@@ -81,7 +81,7 @@ class Pod:
     owner: Object
     host: Host
     files: Mapping[str, Mapping[str, str]]
-    """texts by the names of ConfigMaps and Secrets"""
+    """ConfigMap or Secret -> file -> text"""
     process: HostProcess | None = None
 
     @property
@@ -90,7 +90,7 @@ class Pod:
 
     @property
     def spec(self) -> Object:
-        """Of its container."""
+        """The spec of its container."""
         (container,) = self.template["spec"]["containers"]
         return dict(container)
 
@@ -107,7 +107,7 @@ class Pod:
         self.process = self.host.start(self._command(), self.log)
 
     async def well(self, kind: str) -> bool:
-        """What the probe says. One that has ended fails the test."""
+        """Whether the probe succeeds. Fail the test if the process has ended."""
         assert self.process
         assert self.process.poll() is None, self.log.read_text()[-3000:]
         probe = self.spec[kind]
@@ -120,7 +120,7 @@ class Pod:
         return False
 
     async def end(self) -> int | None:
-        """Its exit code; None where it takes longer than its grace."""
+        """End the pod; return its exit code, or None after the grace period."""
         assert self.process
         if hook := self.spec.get("lifecycle", {}).get("preStop"):
             await self._exec(hook["exec"]["command"])
@@ -157,7 +157,7 @@ class Pod:
             target, volume = mount["mountPath"], volumes[mount["name"]]
             target = _ELSEWHERE.get(target, target)
             if target == "/tmp":
-                continue  # the host's own, which has this machine's folders in it
+                continue  # the host's own, which contains this machine's folders
             lines.append(f"mkdir -p {target}")
             if "emptyDir" in volume:
                 lines.append(f"mount -t tmpfs -o mode=1777 tmpfs {target}")
@@ -167,7 +167,7 @@ class Pod:
         return _MOUNTS.format(names=shlex.quote(str(names)), volumes="\n".join(lines))
 
     def _files(self, volume: Object) -> Path:
-        """A ConfigMap's, or a Secret's: of root and the pod's group."""
+        """Write the files of a ConfigMap or Secret, of root and the pod's group."""
         folder: Path = self.host.folder / volume["name"]
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
@@ -180,7 +180,7 @@ class Pod:
 
 
 def pods_of(rendering: Rendering, net: Network, secrets: Mapping[str, Mapping[str, str]]) -> list[Pod]:
-    """One of each owner."""
+    """Return one pod of each owner."""
     files = {**secrets, **{name: each["data"] for name, each in rendering.of("ConfigMap").items()}}
     owners = [each for each in rendering.owners() if each["kind"] != "Job"]
     return [Pod(each, net.host(f"{each['metadata']['name']}-0"), files) for each in owners]
@@ -218,7 +218,7 @@ def test_the_pods_get_ready_answer_and_end_well(tmp_path: Path, credentials: Cre
 
 @pytest.mark.timeout(600)
 def test_outages_have_their_alerts(tmp_path: Path, credentials: Credentials) -> None:
-    """In a Prometheus that reads each pod's page, by the annotations. As `test_outages.py`, with cut links."""
+    """Prometheus scrapes each pod at its annotated port. Like `test_outages.py`, but with cut links."""
     with hosts(tmp_path) as net:
         pods = pods_of(render({"config": YAML}), net, _secrets(credentials))
         names = written_names(tmp_path, pods)
@@ -259,7 +259,7 @@ async def answers(url: str) -> None:
         client.headers["authorization"] = f"Bearer {KEY}"
 
         async def remote() -> bool:
-            """With a prompt that is in no cache; the prefill worker may be there a moment after the frontend."""
+            """Send an uncached prompt. The prefill worker may be available later than the frontend."""
             answer = await client.post("/v1/completions", json=asked | {"cache_salt": os.urandom(8).hex()})
             return answer.raise_for_status().headers["x-pdserve-prefill"] == "remote"
 

@@ -1,5 +1,5 @@
-"""The clusters that the chart starts are of the real servers, with its arguments and files: three of each, and a member
-of etcd whose data went with its pod. (Alone: `test_chart_pods.py`.)"""
+"""Clusters of three real NATS and etcd servers with the chart's arguments and files, and an etcd member that lost its
+data with its pod. (Single servers: `test_chart_pods.py`.)"""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ class _ChartNats(NatsMember):
         return [str(nats_binary()), *replaced(_container("clusters", "nats", "nats").spec["args"], ours)]
 
 
-async def test_three_of_nats_keep_the_queue(tmp_path: Path, credentials: Credentials) -> None:
+async def test_three_nats_servers_keep_the_queue(tmp_path: Path, credentials: Credentials) -> None:
     async with cluster(_ChartNats, tmp_path, credentials) as members:
         for member in members:
             await _healthy(member)
@@ -59,7 +59,7 @@ async def test_three_of_nats_keep_the_queue(tmp_path: Path, credentials: Credent
 
 
 async def _healthy(server: NatsMember) -> None:
-    """What the probes ask."""
+    """Assert that all probes succeed."""
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         command = _container("clusters", "nats", "nats").spec[probe]["exec"]["command"]
         assert command[0] == "wget"
@@ -70,7 +70,7 @@ async def _healthy(server: NatsMember) -> None:
 
 class _ChartEtcd(EtcdMember):
     clients: dict[int, int]
-    """ports of all members, by their numbers"""
+    """number of a member -> its client port"""
 
     def __init__(self, *of_member: Any) -> None:
         super().__init__(*of_member)
@@ -100,7 +100,7 @@ class _ChartEtcd(EtcdMember):
         script.write_text("\n".join(replaced(text.splitlines(), ours)))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, "POD_NAME": f"pdserve-etcd-{self.number}"}
-        for _ in range(20):  # Kubernetes runs it again where it fails: a young cluster replaces no members
+        for _ in range(20):  # Kubernetes retries it, because a young cluster replaces no members
             ran = subprocess.run(["sh", script], env=env, check=False, capture_output=True, text=True)
             if ran.returncode == 0:
                 break

@@ -1,5 +1,5 @@
-"""The Compose files hold together, and the real servers accept exactly their flags: one of each, and three, which find
-each other."""
+"""The Compose files are consistent, and real servers start with exactly their flags: one of each, and clusters of
+three."""
 
 import asyncio
 import re
@@ -76,7 +76,7 @@ def test_the_gpu_file_adds_gpus() -> None:
     assert (FOLDER / ".." / service["command"][-1]).is_file()
 
 
-def test_the_dockerfile_takes_only_what_exists_and_is_let_in() -> None:
+def test_the_files_that_docker_may_read_exist() -> None:
     let_in = [
         line[1:]
         for line in (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
@@ -125,7 +125,7 @@ def test_all_have_the_credentials() -> None:
 
 
 class _ComposeNats(EmbeddedNats):
-    """A nats-server with the flags and the file of the Compose file, ports and folders aside."""
+    """A nats-server with the Compose file's flags and file, except ports and folders."""
 
     def __init__(self, state_dir: Path, credentials: Credentials) -> None:
         super().__init__(state_dir, credentials=credentials)
@@ -162,7 +162,7 @@ async def test_nats_starts_with_these_flags_and_is_healthy(tmp_path: Path, crede
 
 
 class _ComposeEtcd(EmbeddedEtcd):
-    """An etcd with the flags of the Compose file, ports and folder aside."""
+    """An etcd with the Compose file's flags, except ports and folder."""
 
     def command(self) -> list[str]:
         words = load(BASE)["services"]["etcd"]["command"]
@@ -177,7 +177,7 @@ async def test_etcd_starts_with_these_flags_and_is_healthy(tmp_path: Path, crede
     async with _ComposeEtcd(tmp_path, credentials=credentials) as server:
         check = replaced(check, {"127.0.0.1:2379": server.url, "/credentials": str(credentials.folder)})
         assert await _run(check) == 0
-        check.append("--command-timeout=500ms")  # of those that fail
+        check.append("--command-timeout=500ms")  # failing checks end soon
         assert await _run([word for word in check if not word.startswith(("--cert", "--key"))]) != 0
         async with connect_registry(server.url, "ns", credentials) as registry:
             await registry.put("a", b"1")
@@ -254,7 +254,7 @@ async def test_three_nats_servers_are_a_cluster(tmp_path: Path, of_hosts: Creden
             assert isinstance(member, _ComposedNats)
             page = f"http://127.0.0.1:{member.health}/healthz?js-enabled-only=true"
             assert (await http.get(page)).status_code == 200
-            with pytest.raises(ConnectionRefusedError):  # what it says is not for others
+            with pytest.raises(ConnectionRefusedError):  # the page is for this host only
                 await asyncio.open_connection("127.0.0.9", member.health)
 
 
@@ -267,7 +267,7 @@ async def test_three_etcds_are_a_cluster(tmp_path: Path, of_hosts: Credentials) 
             assert (await registry.read(""))["b"] == b"1"
 
 
-def test_its_first_lines_make_the_credentials_that_it_needs() -> None:
+def test_the_head_of_the_cluster_file_makes_the_credentials_that_it_needs() -> None:
     head = (FOLDER / CLUSTER).read_text().partition("name:")[0]
     hosts = re.findall(r"--host (\S+)", head)
     assert re.findall(r"NODE_\d=(\S+)", head) == hosts

@@ -1,5 +1,5 @@
-"""Each outage has its alert in a real Prometheus, is among the problems of `/health` and `status`, and leaves 200 where
-requests are served: under `serve`, and with roles alone, which nothing starts again. In pods: `test_chart_pods.py`."""
+"""Each outage fires its alert in a real Prometheus and is a problem in `/health`, which still returns 200 because
+requests are served. Under `serve`, and with roles alone, which nothing restarts. In pods: `test_chart_pods.py`."""
 
 import asyncio
 import json
@@ -26,14 +26,14 @@ DOWN = "PdserveWorkerDown: decode-1 on 127.0.0.1 is not ready"
 
 
 class Watched:
-    """A graph beside a Prometheus."""
+    """A graph and the Prometheus that scrapes it."""
 
     def __init__(self, url: str, prometheus: Prometheus, key: str = "") -> None:
         self.url, self.prometheus = url, prometheus
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
 
     async def fires(self, *alerts: str) -> None:
-        """Wait until these fire, and no others."""
+        """Wait until exactly these alerts fire."""
         fired: set[str] = set()
         for _ in range(90):
             fired = await asyncio.to_thread(self.prometheus.firing)
@@ -41,10 +41,10 @@ class Watched:
             if len(found) == len(alerts) == len(fired):
                 return
             await asyncio.sleep(1)
-        raise AssertionError(f"{fired} where {alerts} should fire")
+        raise AssertionError(f"{fired} fire instead of {alerts}")
 
     async def well(self) -> bool:
-        with suppress(httpx.HTTPError):  # it starts
+        with suppress(httpx.HTTPError):  # the graph is starting
             return (await self.health())[:2] == (200, "ok")
         return False
 
@@ -64,7 +64,7 @@ class Watched:
 
 
 async def outages(graph: Watched, send: Callable[[str, int], None]) -> None:
-    """One after the other: a worker that hangs, NATS, etcd, all prefill workers, all decode workers."""
+    """Stop in turn: a decode worker and NATS, etcd, all prefill workers, all decode workers."""
 
     async def during(names: list[str], problem: str, *alerts: str) -> None:
         for name in names:
@@ -122,7 +122,7 @@ def _is(command: Sequence[str], name: str) -> bool:
 
 @pytest.mark.timeout(600)
 async def test_roles_alone(tmp_path: Path) -> None:
-    """Then a prefill worker, NATS and etcd are killed at once, and nothing starts them again."""
+    """At last the prefill workers, NATS and etcd are killed, and nothing restarts them until their alerts fire."""
     async with started_without_serve(_file(tmp_path), tmp_path, print, workers=2, frontends=1) as running:
 
         def send(name: str, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The units for systemd: systemd accepts them, and they fit what a role does."""
+"""systemd accepts the units, and their settings fit the roles."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ def setting(text: str, name: str) -> str:
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
-def test_systemd_accepts_them(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     for unit in UNITS:
         text = unit.read_text().replace("/opt/pdserve/bin/pdserve", "/bin/true")
@@ -40,7 +40,7 @@ def test_systemd_accepts_them(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_they_run_roles_and_give_each_its_ports() -> None:
+def test_each_unit_runs_a_role_with_its_own_ports() -> None:
     ports = []
     for unit in UNITS:
         text = unit.read_text()
@@ -56,13 +56,13 @@ def test_they_run_roles_and_give_each_its_ports() -> None:
 
 
 def test_a_role_starts_again_whatever_its_exit_code() -> None:
-    """2 too: after a reboot the address, the model's folder or the GPU's driver may come later than the unit."""
+    """Also after 2, because at boot the address, model folder or GPU driver may come later than the unit."""
     assert setting(COMMON, "Restart") == "always"
     assert setting(COMMON, "StartLimitIntervalSec") == "0"
     assert "RestartPreventExitStatus" not in COMMON
 
 
-def test_systemd_waits_for_what_a_role_does() -> None:
+def test_timeouts_of_systemd_are_longer_than_those_of_a_role() -> None:
     assert int(setting(COMMON, "TimeoutStopSec")) > 2 * Config.drain_timeout
     assert int(setting(COMMON, "WatchdogSec")) > HANGS_AFTER
     assert setting(COMMON, "KillMode") == "mixed"

@@ -1,5 +1,5 @@
-"""What deploy/ has for Prometheus and Grafana is what they take. That a real Prometheus finds something for each panel
-is shown where a graph runs: tests/test_serve_sim.py."""
+"""Prometheus and Grafana accept the files of deploy/. tests/test_serve_sim.py shows that a real Prometheus finds data
+for each panel."""
 
 import json
 import re
@@ -17,12 +17,12 @@ from tests.deploy.prometheus import promtool
 from tests.observe.test_metrics_page import METRICS
 
 UNITS = {"none", "s", "reqps", "percentunit", "Bps"}
-"""of Grafana's, those that we use"""
+"""Grafana's units that we use"""
 OF_PROMETHEUS = {"le", "job", "instance", "source"}
 """labels that are not in the table of docs/metrics.md"""
 
 
-def test_promtool_takes_the_configuration_as_it_is_and_with_what_its_comments_offer(tmp_path: Path) -> None:
+def test_promtool_accepts_the_configuration_and_its_commented_options(tmp_path: Path) -> None:
     written = (FOLDER / "prometheus.yml").read_text()
     offered = re.sub(r"^    # (?=\w+: )", "    ", written, flags=re.M)
     assert {"scheme", "tls_config", "authorization"} <= yaml.safe_load(offered)["scrape_configs"][0].keys()
@@ -52,8 +52,8 @@ def test_each_alert_comes_when_it_should() -> None:
 # the dashboard
 
 
-def test_the_dashboard_is_one_by_grafanas_own_schema() -> None:
-    """As Grafana's library has it, made from Grafana's sources: what it does not know, it drops. It adds defaults."""
+def test_grafanas_schema_has_all_keys_of_the_dashboard() -> None:
+    """Grafana's own library, generated from its schema, drops unknown keys and adds defaults."""
     register_default_plugins()  # options of panels and queries too
     known = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
     assert list(_missing(DASHBOARD, known, "")) == []

@@ -40,13 +40,13 @@ def make_wheel(wheel: Path) -> None:
 
 
 def imported(folder: Path, name: str) -> str:
-    """Run without bytecode (-B), which would hide a file of the same size installed within the same second."""
+    """Return a module's version. -B: bytecode would hide a file of the same size installed within a second."""
     command = [str(python_of(folder)), "-B", "-c", f"import {name}; print({name}.version)"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_a_failed_install_continues_where_it_stopped(tmp_path: Path) -> None:
-    """Also one over an environment with another lock, or without its Python."""
+    """Also over an environment with another lock, or without its Python."""
     folder, wheels = (
         tmp_path / "env",
         [tmp_path / f"{name}-py3-none-any.whl" for name in ("a-1", "b-1", "b-2")],
@@ -56,7 +56,7 @@ def test_a_failed_install_continues_where_it_stopped(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="run it again"):
         install(folder, [first, second], "gpu")
     assert (is_done(folder, first), is_done(folder, second)) == (True, False)
-    wheels[0].unlink()  # is not needed again
+    wheels[0].unlink()  # not needed again
     make_wheel(wheels[1])
     install(folder, [first, second], "gpu")
     assert (imported(folder, "a"), imported(folder, "b")) == ("1", "1")
@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_pip_settings_apply_in_an_environment_without_pip(tmp_path: Path) -> None:
-    """Where uv's own do not say otherwise."""
+    """uv's own settings override them."""
     index = "https://u:it's@index/simple"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
     env |= {"PIP_FIND_LINKS": f"/a {tmp_path}"}
@@ -119,7 +119,7 @@ def test_pip_settings_apply_in_an_environment_without_pip(tmp_path: Path) -> Non
 def test_passwords_of_indexes_are_on_no_command_line_and_in_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With an index that fails, so that no other one is asked."""
+    """The index fails, so that uv asks no other index."""
     asked: list[str | None] = []
     commands: list[list[str]] = []
 

@@ -1,5 +1,5 @@
-"""The other declared Pythons, one with the lowest and one with the newest versions of pdserve's own dependencies: the
-rooms that need no vLLM pass their tests. `.github/workflows/ci.yml` runs everything on each Python."""
+"""Rooms that need no vLLM pass their tests on the other declared Pythons, with the lowest and the newest versions of
+pdserve's own dependencies. `.github/workflows/ci.yml` runs all tests on each Python."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own, run in an empty folder with an empty home, as by a new user."""
+"""The wheel in a new environment, run by a new user: in an empty folder, with an empty home."""
 
 import json
 import os
@@ -97,7 +97,7 @@ class HostileFolder:
         return {path.name for path in self.folder.iterdir()}
 
     def check(self) -> None:
-        """Check that nothing in it was used, and that it is unchanged."""
+        """Check that nothing in the folder was used or changed."""
         assert self.seen.read_text() == ""
         assert self._names() == self._before
 
@@ -113,7 +113,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh one with the wheel and what it depends on, in the versions that uv has in its cache."""
+    """A fresh environment with the wheel and its dependencies, in the versions of the CPU lock."""
     folder = tmp_path_factory.mktemp("env")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (wheel,) = built.glob("*.whl")
@@ -140,9 +140,9 @@ def test_wheel_and_sdist_have_all_that_a_user_needs_and_no_tests(built: Path) ->
 def test_serve_answers_the_very_first_request_and_runs_no_code_of_the_current_folder(
     user: User, environment: Path
 ) -> None:
-    """With the engine of this environment, the wheel's own pdserve and demo graph, and the dtype that it has by default
-    (other tests with real engines have float32, for exact tokens). Prefilled remotely, as the policy is set: an idle
-    decode worker would compute it."""
+    """With the engine of this environment, the wheel's own pdserve and demo graph, and its default dtype (other tests
+    of real engines use float32, for exact tokens). The policy is set to prefill remotely, because an idle decode worker
+    would compute the prompt."""
     user.env[ENGINE_VARIABLE] = sys.prefix
     hostile = HostileFolder(user.folder)
     with user.serving() as (url, wait_for):
@@ -161,7 +161,7 @@ def test_serve_answers_the_very_first_request_and_runs_no_code_of_the_current_fo
 
 
 def test_no_command_runs_code_of_the_current_folder(user: User) -> None:
-    """With the engine in another environment, and without."""
+    """With the engine in another environment, and without an engine."""
     (user.folder / "graph.yaml").write_text(SERVE + WORKERS.format(kv_port=kv_ports(), workers=1))
     hostile = HostileFolder(user.folder)
     assert user.pdserve("init", str(user.home / "graph.yaml")).returncode == 0
@@ -183,7 +183,7 @@ def test_no_command_runs_code_of_the_current_folder(user: User) -> None:
     ("key", "code", "complaint"), [("n\n", 2, "run `pdserve install`"), ("\x03", 130, "^C")]
 )
 def test_without_an_engine_serve_asks_on_a_terminal(key: str, code: int, complaint: str, user: User) -> None:
-    """Also where the tests run in the background of a shell, which has Ctrl-C ignored."""
+    """`env` restores SIGINT, which background jobs of a shell ignore."""
     command = ["env", "--default-signal=INT", f"--chdir={user.folder}", str(user.program), "serve"]
     with Terminal(command, user.env) as terminal:
         terminal.until("[Y/n]")
@@ -200,7 +200,7 @@ def test_without_an_engine_serve_asks_on_a_terminal(key: str, code: int, complai
     assert list(user.home.iterdir()) == []
 
 
-def test_commands_say_how_to_get_an_engine_where_they_need_one_and_work_where_not(user: User) -> None:
+def test_commands_that_need_an_engine_say_how_to_get_one_and_others_work(user: User) -> None:
     done = user.pdserve("serve")
     assert done.returncode == 2
     assert done.stderr.startswith("pdserve: no engine is installed: run `pdserve install` (vLLM's ")

@@ -8,7 +8,7 @@ from typing import Any
 from pdserve.plan.machine import GIB, Gpu, Machine
 
 FOLDERS = Path(__file__).parent / "families"
-"""a folder for each, with the fields of a published config.json"""
+"""a folder per family, with the fields of a published config.json"""
 
 
 def published(name: str) -> dict[str, Any]:
@@ -30,7 +30,7 @@ QWEN_14B_BYTES = 29_540_067_328
 
 
 def without_weights(folder: Path, config: Mapping[str, object], size: int) -> Path:
-    """Its config and safetensors index, as after a download that fetched no weights."""
+    """Write config and safetensors index, as after a download without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     index = {"metadata": {"total_size": size}, "weight_map": {"lm_head.weight": "model-1.safetensors"}}

@@ -111,7 +111,7 @@ def test_all_families_are_served_without_remote_prefill(tmp_path: Path, family: 
         ", hf-overrides: {sliding_window: null}",
     ],
 )
-def test_prompts_within_the_window_move(tmp_path: Path, keys: str) -> None:
+def test_kv_of_prompts_within_the_window_may_be_transferred(tmp_path: Path, keys: str) -> None:
     assert planned(tmp_path, "Mistral-7B-v0.1", keys).problems == ()
 
 

@@ -1,4 +1,4 @@
-"""Machines: detected, and those of `--gpus`."""
+"""Detected machines, and imagined ones of `--gpus`."""
 
 import re
 from types import SimpleNamespace

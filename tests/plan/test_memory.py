@@ -29,7 +29,7 @@ def qwen(tmp_path: Path) -> ModelFacts:
         # 2 x 48 layers x 8 KV heads x 128 x 2 bytes
         ({}, 196_608),
         ({"tensor-parallel-size": 2}, 98_304),
-        # with more ranks than KV heads each holds one
+        # more ranks than KV heads: each rank has one head
         ({"tensor-parallel-size": 20}, 24_576),
         ({"pipeline-parallel-size": 2}, 98_304),
         ({"kv-cache-dtype": "fp8"}, 98_304),
@@ -103,7 +103,7 @@ def test_latent_attention_is_not_split() -> None:
 
 
 def dense(*shape: int, positions: int, tied: bool = False) -> ModelFacts:
-    """A model of Llama's or Qwen's build in bfloat16, with weights as its shape says; norms and biases left out. The
+    """A model like Llama or Qwen in bfloat16, with the weights of its shape, without norms and biases. The
     shape: layers, heads, KV heads, size of a head, hidden, intermediate, vocabulary."""
     layers, heads, kv_heads, head, hidden, inner, vocab = shape
     elements = layers * (2 * (heads + kv_heads) * head + 3 * inner) * hidden + vocab * hidden * (2 - tied)
@@ -192,7 +192,7 @@ def test_blocks_of_the_14b_model_on_two_a10s(
     assert size(qwen, args | TP2 | tokens(batched, 20), card).blocks == pytest.approx(logged, rel=0.05)
 
 
-# ── what the folder says ──────────────────────────────────────────────────────────────────
+# ── facts of the folder ───────────────────────────────────────────────────────────────────
 
 
 def folder_with(tmp_path: Path, tensors: dict[str, tuple[str, int]], missing: int = 0) -> Path:

@@ -72,7 +72,7 @@ def local(*changes: tuple[str, str]) -> str:
 
 
 def decode(keys: str) -> str:
-    """With these keys of its decode worker."""
+    """Return `LOCAL` with these keys of the decode worker."""
     return local(("remote-prefill: true", f"remote-prefill: true\n  {keys}"))
 
 
@@ -100,7 +100,7 @@ def test_the_split_on_four_a10s(tmp_path: Path) -> None:
 
 
 def spanning(tmp_path: Path, on: Machine, node: int | None = None) -> Plan:
-    """The split, with a decode worker of four GPUs on two hosts."""
+    """Plan `dynamo` with a decode worker of four GPUs on two hosts."""
     decode, prefill = dynamo(tmp_path).split("PrefillWorker:")
     decode = decode.replace("tensor-parallel-size: 2", "tensor-parallel-size: 4\n  nnodes: 2")
     text = f"{decode.replace('gpu: 2', 'gpu: 4')}PrefillWorker:{prefill}"
@@ -160,13 +160,13 @@ def test_on_the_cpu_each_host_has_one_rank(tmp_path: Path) -> None:
     assert any("on the CPU vLLM spans hosts with one rank on each only" in problem for problem in problems)
 
 
-def test_pipeline_stages_are_taken_where_no_kv_moves(tmp_path: Path) -> None:
+def test_pipeline_stages_are_accepted_without_remote_prefill(tmp_path: Path) -> None:
     alone = "VllmWorker: {model: demo, block-size: 32, pipeline-parallel-size: 2}"
     assert not [problem for problem in plan(tmp_path, alone, machine()).problems if "pipeline" in problem]
 
 
 def test_on_the_cpu_workers_share_the_cores(tmp_path: Path) -> None:
-    """A lone engine leaves one to its other processes."""
+    """A lone engine leaves one core to its other processes."""
     for cores, threads in ((1, "1"), (2, "1"), (8, "7")):
         found = plan(tmp_path, "VllmWorker: {model: demo, block-size: 32}", machine(cores=cores))
         assert found.workers[0].slot.env["OMP_NUM_THREADS"] == threads
@@ -296,7 +296,7 @@ def halves(share: str, keys: str = "") -> str:
     )
 
 
-def test_workers_share_a_gpu_as_their_shares_of_its_memory_say(tmp_path: Path) -> None:
+def test_workers_share_a_gpu_by_shares_of_its_memory(tmp_path: Path) -> None:
     said = PINNED.replace("common-configs: [", "gpu-memory-utilization: 0.45\n  common-configs: [")
     for text, share in ((said, 0.45), (halves("0.5"), 0.46)):
         found = plan(tmp_path, text, machine(("H100", 80)))
@@ -308,7 +308,7 @@ def test_workers_share_a_gpu_as_their_shares_of_its_memory_say(tmp_path: Path) -
     assert (alone.kv_space or 0) - (shared.kv_space or 0) == pytest.approx(0.46 * (80 << 30), abs=4)
 
 
-def test_shares_that_do_not_go_with_the_ranks_are_refused(tmp_path: Path) -> None:
+def test_shares_that_do_not_fit_the_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is 0\.5, but tensor-parallel-size x"):
         plan(tmp_path, halves("0.5", "  tensor-parallel-size: 2\n"), machine(("H100", 80)))
     with pytest.raises(ConfigError, match=r"a share of one GPU such as 0\.5"):
@@ -413,7 +413,7 @@ def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path) -> None:
 
 
 def big(tmp_path: Path, config: Mapping[str, object], tensor: int = 1, keys: str = "") -> str:
-    """A graph of two workers, of whose model there is the config and the weights' index."""
+    """A graph of two workers with a model folder of config and weights' index only."""
     size = MIXTRAL_BYTES * int(str(config["num_hidden_layers"])) // 32
     folder = without_weights(tmp_path / "big", config, size)
     worker = f"model: {folder}, tensor-parallel-size: {tensor}, max-model-len: 4096{keys}"
@@ -433,7 +433,7 @@ def test_lengths_may_differ_where_the_kv_does_not_depend_on_them(
     assert bool(said) is not fine
 
 
-def test_without_an_index_of_the_weights_it_is_unknown(tmp_path: Path) -> None:
+def test_without_an_index_of_the_weights_the_fit_is_unknown(tmp_path: Path) -> None:
     text = big(tmp_path, MIXTRAL)
     (tmp_path / "big/model.safetensors.index.json").unlink()
     found = plan(tmp_path, text, what_if("2xH100", machine()))
@@ -451,7 +451,9 @@ def test_without_an_index_of_the_weights_it_is_unknown(tmp_path: Path) -> None:
         ("speculative-config: {model: a/draft}", "a draft model"),
     ],
 )
-def test_with_arguments_that_the_sum_does_not_know_it_is_unknown(tmp_path: Path, key: str, name: str) -> None:
+def test_with_arguments_that_are_not_estimated_the_fit_is_unknown(
+    tmp_path: Path, key: str, name: str
+) -> None:
     found = plan(tmp_path, big(tmp_path, MIXTRAL, 1, f", {key}"), what_if("2xH100", machine()))
     assert (found.problems, found.fits) == ((), None)
     assert found.unknown == f"Weights and KV capacity are not estimated with {name}."
@@ -484,7 +486,7 @@ def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: P
 
 @pytest.mark.parametrize(("tensor", "fits"), [(16, True), (12, False)])
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path, tensor: int, fits: bool) -> None:
-    """12 ranks divide 48 heads, but not 8 KV heads, of which each rank has one or several whole ones."""
+    """12 ranks divide 48 heads, but not 8 KV heads, which cannot be split."""
     text = big(tmp_path, MIXTRAL | {"num_attention_heads": 48, "head_dim": 128}, tensor)
     problems = plan(tmp_path, text, what_if("32xH100", machine())).problems
     assert any("does not divide" in problem for problem in problems) is not fits
@@ -504,7 +506,7 @@ def test_idle_gpus_are_named(tmp_path: Path) -> None:
     assert any(note.startswith("GPUs 4, 5 are idle: ") for note in found.notes)
     assert not any("idle: " in note for note in plan(tmp_path, dynamo(tmp_path), FOUR_A10).notes)
     alone = plan(tmp_path, dynamo(tmp_path), FOUR_A10, {Role.DECODE})
-    assert not any("idle: " in note for note in alone.notes), "the others may be for other roles"
+    assert not any("idle: " in note for note in alone.notes), "the other GPUs may be for other roles"
 
 
 NO_ENGINE = dataclasses.replace(machine(), build="")
@@ -532,7 +534,7 @@ def test_files_that_are_named_and_missing(tmp_path: Path, section: str, problem:
     (found,) = plan(tmp_path, text, machine(), {Role.DECODE, Role.FRONTEND}).problems
     assert problem in found
     if section.startswith("Processor"):
-        assert plan(tmp_path, text, machine(), {Role.PREFILL}).problems == (), "it writes no answers"
+        assert plan(tmp_path, text, machine(), {Role.PREFILL}).problems == (), "not for prefill workers"
 
 
 def test_an_inline_template_is_not_looked_for_on_disk(tmp_path: Path) -> None:
@@ -566,7 +568,7 @@ def test_printed_plan(tmp_path: Path) -> None:
 
 
 def test_memory_and_disk_for_kv_are_counted_and_shown(tmp_path: Path) -> None:
-    """2 KiB for each token."""
+    """KV takes 2 KiB per token."""
     text = offload("8MiB", "kv-offload-disk: 16MiB\n  kv-offload-folder: kv")
     found = plan(tmp_path, text, machine())
     assert found.problems == ()

@@ -63,7 +63,7 @@ class Graph:
         self._specs, self._policy, self._patience = specs, policy, patience
         self._registry = MemoryRegistry(MemoryServer())
         self._registrations: dict[int, str] = {}
-        """by pid: the key, which no process writes again"""
+        """pid -> registry key, which no process writes again"""
 
     async def __aenter__(self) -> "Graph":
         async with contextlib.AsyncExitStack() as stack:
@@ -92,12 +92,12 @@ class Graph:
         self.output.close()
 
     async def up(self, roles: int = 1) -> None:
-        """Wait until so many roles have started, and the graph is ready."""
+        """Wait until `roles` roles have started and the graph is ready."""
         await until(lambda: len(self.pids()) == roles)
         await asyncio.wait_for(self.ready.wait(), 30)
 
     async def lease_ends(self, pid: int) -> None:
-        """The process stays, its registration goes."""
+        """Delete a process's registration; the process stays."""
         await self._registry.delete(self._registrations[pid])
 
     @property

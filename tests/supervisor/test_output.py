@@ -47,7 +47,7 @@ def test_the_terminal_shows_fewer_lines_than_the_file(tmp_path: Path, line: str,
 
 
 def test_lines_of_other_programs_get_the_name_of_their_process(tmp_path: Path) -> None:
-    """And steer no terminal."""
+    """And control no terminal."""
     first, second = shown(tmp_path, OURS, "\x1b[31mucx says\x1b[0m \x1b]0;title\x07").splitlines()
     assert first == OURS
     assert second.endswith(" I decode-0 -: ucx says \\x1b]0;title\\x07")
@@ -91,7 +91,7 @@ def test_log_files_are_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_summary_says_how_much_a_worker_can_hold(tmp_path: Path) -> None:
-    """Its URL and commands are tried where a graph runs: tests/test_serve_sim.py."""
+    """tests/test_serve_sim.py tries the summary's URL and commands."""
     config = Config(tmp_path / "graph.yaml", "m", "demo", None, None, None)
     worker = Instance(
         "decode-0-a", Role.DECODE, kv_blocks=16384, kv_tokens=524288, max_model_len=4096, max_concurrency=128
@@ -101,7 +101,7 @@ def test_the_summary_says_how_much_a_worker_can_hold(tmp_path: Path) -> None:
 
 
 async def test_an_unread_terminal_does_not_block_processes(tmp_path: Path) -> None:
-    """Ctrl-S, a lost connection: the graph goes on, and the terminal shows new lines when it is read again."""
+    """After Ctrl-S, the graph goes on, and the terminal shows new lines when it is read again."""
     ends, got, whole = os.pipe(), list[str](), 20_000
     reader, written = os.fdopen(ends[0], encoding="utf-8"), os.fdopen(ends[1], "w")
     output = ProcessOutput(tmp_path, stream=written)
@@ -124,7 +124,7 @@ async def test_an_unread_terminal_does_not_block_processes(tmp_path: Path) -> No
 
 
 def test_a_removed_renamed_or_truncated_log_file_is_continued(tmp_path: Path) -> None:
-    """As logrotate does it, with and without `copytruncate`."""
+    """Like logrotate, with and without `copytruncate`."""
     folder = tmp_path / "logs"
     path, renamed = folder / "decode-0.log", folder / "decode-0.log.old"
     file = LogFile(path, pytest.fail)

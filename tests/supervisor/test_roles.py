@@ -27,7 +27,7 @@ DEAF = f"""
 """
 
 
-async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> None:
+async def test_the_supervisor_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> None:
     specs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
     async with Graph(tmp_path, *specs, registered=False) as graph:
         with pytest.raises(CannotStart, match="failed to start 3 times in a row") as raised:
@@ -49,7 +49,7 @@ STARTS_ONCE = f"""
 
 
 async def test_a_role_that_fails_after_a_good_start_is_restarted_for_ever(tmp_path: Path) -> None:
-    """The others go on meanwhile."""
+    """Other roles continue meanwhile."""
     once = STARTS_ONCE % (tmp_path / "first", tmp_path / "first")
     async with Graph(tmp_path, fake(SERVE), fake(once, Role.PREFILL)) as graph:
         await graph.up(2)
@@ -64,7 +64,7 @@ async def test_a_role_that_fails_after_a_good_start_is_restarted_for_ever(tmp_pa
         assert said.restarts >= said.failed_starts
         assert said.end == "exit code 1"
         assert said.cause == "no memory here"
-        assert "no memory" not in str(said), "a log line may name what is no other process's business"
+        assert "no memory" not in str(said), "a log line may contain private data"
         assert _last_report(graph, "decode-0").ready
 
 
@@ -76,7 +76,7 @@ SOCKET = f"""
 
 
 async def test_sockets_of_a_killed_engine_are_removed_before_its_restart(tmp_path: Path) -> None:
-    """Those of the others stay, until their end."""
+    """Sockets of other roles stay until their end."""
     with TemporaryDirectory(dir="/tmp") as short:
         specs = [fake(SOCKET, index=index, VLLM_RPC_BASE_PATH=short) for index in range(2)]
         async with Graph(tmp_path, *specs) as graph:
@@ -89,10 +89,10 @@ async def test_sockets_of_a_killed_engine_are_removed_before_its_restart(tmp_pat
         assert os.listdir(short) == []
 
 
-async def test_ready_without_a_role_that_does_not_start(
+async def test_a_graph_gets_ready_without_a_role_that_does_not_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its sibling shows that it is not the configuration."""
+    """A ready role of its kind shows that the configuration is right."""
     async with Graph(tmp_path, fake(SERVE), fake(CRASH, index=1)) as graph:
         await asyncio.wait_for(graph.ready.wait(), 30)
         assert "ready, but without decode-1" in caplog.text
@@ -116,7 +116,7 @@ async def test_an_error_while_handling_a_role_does_not_end_the_graph(
         with monkeypatch.context() as patch:
             if part == "start":
                 patch.setattr("pdserve.supervisor.roles.Child", fail)
-            elif part == "end":  # as where no file descriptor is left
+            elif part == "end":  # as without free file descriptors
                 patch.setattr("pdserve.supervisor.processes.child.end_group", fail)
             else:
                 patch.setattr(graph.supervisor._instances, "remove", fail)
@@ -158,8 +158,8 @@ DRAINS = f"""
 """
 
 
-async def test_stops_in_waves(tmp_path: Path) -> None:
-    """No wave begins before the wave before is gone; nothing is left."""
+async def test_roles_are_stopped_in_waves(tmp_path: Path) -> None:
+    """Each wave begins after the end of the wave before."""
     slots = [(Role.PREFILL, 0), (Role.DECODE, 0), (Role.DECODE, 1), (Role.FRONTEND, 0)]
     async with Graph(tmp_path, *(fake(DRAINS % 0.2, *slot) for slot in slots)) as graph:
         await graph.up(4)
@@ -173,7 +173,7 @@ async def test_stops_in_waves(tmp_path: Path) -> None:
 async def test_ready_roles_drain_before_the_graph_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A role that is killed whenever it starts keeps a graph from being ready for ever; the others serve."""
+    """A role that is killed at each start keeps the graph unready, while the others serve."""
     for module in (roles, restarts):
         monkeypatch.setattr(module, "LOADING_PATIENCE", 0.1)
     killed = fake("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", index=1)
@@ -204,7 +204,7 @@ async def test_a_role_that_does_not_stop_is_killed(tmp_path: Path, stops: int, p
 
 
 async def test_the_signals_of_one_stop_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of `timeout` and its group, and of a terminal that is closed: requests would be killed, not drained."""
+    """`timeout` and a closed terminal send several. Counted twice, they would kill requests."""
     stops: list[str] = []
     _on_stop_signals(partial(stops.append, "stop"))
     for apart, number, counted in (
@@ -242,7 +242,7 @@ def _last_report(graph: Graph, name: str) -> SlotState:
 async def test_a_role_that_is_missing_in_etcd_for_long_is_stopped_and_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    """A healthy one finishes its requests; one that hangs is killed."""
+    """A healthy role finishes its requests; a hung role is killed."""
     monkeypatch.setattr(readiness, "CHECK_INTERVAL", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.1)
     async with Graph(tmp_path, fake(SERVE), patience=0.2 if hangs else 60) as graph:

@@ -1,4 +1,4 @@
-"""vLLM's argument list without vLLM: values and command lines. (That it is the installed one: engine/test_vllm_api.)"""
+"""pdserve's list of vLLM's arguments: values and command lines. (Compared with vLLM's in engine/test_vllm_api.)"""
 
 import re
 
@@ -70,7 +70,7 @@ ARGS = {
 }
 
 
-def test_a_command_line() -> None:
+def test_arguments_become_a_command_line() -> None:
     assert to_argv(ARGS) == [
         "--enforce-eager",
         "--no-enable-prefix-caching",

@@ -51,7 +51,7 @@ Planner:
 """
 WITHOUT_ROUTER = FILE.replace("max-model-len, router", "max-model-len").replace("  router: kv\n", "")
 SAMPLES = Path(__file__).parents[4] / "shared/reference/files"
-"""what other people wrote: beside the repository where its engineers work, not in it"""
+"""Dynamo files written by others, kept outside the repository"""
 
 
 def notes(folder: Path, text: str) -> list[str]:
@@ -79,7 +79,7 @@ def test_keys_without_a_meaning_are_noted_and_change_nothing(tmp_path: Path) -> 
         "Planner",
     ):
         assert f": {key} has no meaning here: " in said
-    assert len(config.notes) == 9 + 1  # the connector's
+    assert len(config.notes) == 9 + 1  # 1: the connector
     assert not make_plan(config, machine(*[("A10", 24)] * 3), env={}).problems
 
 
@@ -109,7 +109,7 @@ def test_keys_without_a_meaning_are_noted_and_change_nothing(tmp_path: Path) -> 
         (FILE.replace("max-model-len, router]", "max-model-len]"), "kv", "means Processor.router here."),
     ],
 )
-def test_the_router_of_a_worker_or_of_common_is_the_processors(
+def test_a_router_of_a_worker_or_of_common_becomes_the_processors(
     tmp_path: Path, text: str, router: str, said: str | None
 ) -> None:
     config = read(tmp_path, text)
@@ -159,8 +159,8 @@ def test_mock_workers_are_simulated(tmp_path: Path) -> None:
     assert (decode.engine, prefill.engine, prefill.count) == ("sim", "sim", 2)
 
 
-def test_the_workers_of_its_second_engine(tmp_path: Path) -> None:
-    """Dynamo 0.3 had other names in `examples/vllm_v1`."""
+def test_the_workers_of_vllm_v1_examples(tmp_path: Path) -> None:
+    """Dynamo 0.3 has other section names in `examples/vllm_v1`."""
     common = "  common-configs: [model, kv-transfer-config, served_model_name]\n"
     text = (
         "Common:\n  model: demo\n  served_model_name: chat\n"
@@ -201,7 +201,7 @@ def test_a_removed_argument_with_an_effect_is_a_problem_that_says_what_to_write(
     assert second.endswith("was removed by vLLM in 0.11: set structured-outputs-config.")
 
 
-def test_a_decode_worker_alone_is_a_graph_of_several_hosts(tmp_path: Path) -> None:
+def test_a_decode_worker_alone_needs_named_servers(tmp_path: Path) -> None:
     text = "VllmWorker: {model: demo, remote-prefill: true}\n"
     [problem] = problems(tmp_path, text)
     assert "Graph.nats and Graph.etcd" in problem
@@ -214,7 +214,7 @@ def test_a_decode_worker_alone_is_a_graph_of_several_hosts(tmp_path: Path) -> No
 
 
 def test_workers_without_a_frontend_get_one_unless_servers_are_named(tmp_path: Path) -> None:
-    assert read(tmp_path, "VllmWorker: {model: demo}\n").frontend is None, "it is not Dynamo's"
+    assert read(tmp_path, "VllmWorker: {model: demo}\n").frontend is None, "not a Dynamo file"
     config = read(tmp_path, "VllmWorker: {model: demo, router: round-robin}\n")
     assert config.frontend is not None
     assert config.frontend.port == 8000
@@ -266,6 +266,6 @@ def test_samples_of_other_people() -> None:
     found = sorted(SAMPLES.glob("dynamo-*.yaml"))
     assert len(found) >= 4
     for path in found:
-        if path.name == "dynamo-462.yaml":  # no remote-prefill beside a PrefillWorker
+        if path.name == "dynamo-462.yaml":  # refused: a PrefillWorker without remote-prefill
             continue
         assert make_plan(load(path, dict(os.environ)), machine(*[("A100-80GB", 80)] * 4), env={}).slots

@@ -26,7 +26,7 @@ async def run(script: str, **env: str) -> tuple[Exit, list[str]]:
 
 
 async def test_every_line_of_both_streams_comes_in_order() -> None:
-    """Progress bars, bytes that are no text, long lines and half lines too."""
+    """Also progress bars, bytes that are no text, long and unfinished lines."""
     end, lines = await run(r"""
         import sys
         for i in range(300):
@@ -75,7 +75,7 @@ FORKED = """
 
 @pytest.fixture
 def foreign_memory() -> Iterator[None]:
-    """Shared memory of another program, which is still there at the end."""
+    """Shared memory of another program; checks that it remains."""
     path = Path(f"/dev/shm/psm_{secrets.token_hex(4)}")
     path.write_bytes(bytes(4096))
     try:
@@ -90,7 +90,7 @@ def foreign_memory() -> Iterator[None]:
     "noted", [True, False], ids=["all killed at once", "its tracker and its leader killed"]
 )
 async def test_the_group_and_shared_memory_of_a_child_end_with_it(noted: bool) -> None:
-    """Memory goes by its name, which is read from its own processes: what others have is left alone."""
+    """Its names are read from the child's processes, so that memory of other programs remains."""
     lines: list[str] = []
     child = start(fake(FORKED), lines.append)
     await until(lambda: len(lines) == 3)

@@ -1,5 +1,5 @@
-"""The supervisor itself is killed: nothing that it started may be left. (A real graph under load, its guardian killed
-too: chaos, `serve-kill` and `serve-guardian-kill`.)"""
+"""Nothing that a killed supervisor started may be left. (With a real graph under load, and with a killed guardian:
+chaos, `serve-kill` and `serve-guardian-kill`.)"""
 
 import asyncio
 import os
@@ -19,19 +19,19 @@ WAITS = "trap 'touch $0/told' TERM; touch $0/up; until [ -e $0/go ]; do sleep 0.
 
 
 def _role(folder: Path) -> "subprocess.Popen[bytes]":
-    """One that ends when it was told and may go."""
+    """Start a role that ends after SIGTERM and a file `go`."""
     folder.mkdir()
     return _process("bash", "-c", WAITS, str(folder))
 
 
 def _process(*command: str, run: str = "") -> "subprocess.Popen[bytes]":
-    """Of this run of a graph, in its first wave."""
+    """Start a process in the first wave of a run."""
     env = {"PATH": os.environ["PATH"], RUN_VARIABLE: f"{run} 0"}
     return subprocess.Popen(command, process_group=0, env=env)
 
 
 def _with_pid(pid: int) -> "subprocess.Popen[bytes]":
-    """A process that has this pid, which is free."""
+    """Start a process with this free pid."""
     for _ in range(1000):
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
         process = _process("sleep", "600")
@@ -50,17 +50,17 @@ async def test_the_successor_of_a_killed_guardian_knows_the_graph() -> None:
         os.kill(first, signal.SIGKILL)
         await until(lambda: guardian.pid != first)
         keeping.cancel()
-    assert process.wait(30) == -signal.SIGTERM, "this supervisor is gone"
+    assert process.wait(30) == -signal.SIGTERM, "stopped by the successor"
 
 
 def test_leftovers_of_a_killed_guardian_are_stopped_by_the_next_graph(tmp_path: Path) -> None:
-    """Not a process of another graph, nor those of a graph that runs, on a copy of whose folder this one is. And not
-    before a guardian that lives has done it, which keeps the lock so long."""
+    """It spares processes of another graph, and of a running graph of whose folder this one is a copy. It waits for a
+    live guardian, which keeps the lock while it stops them itself."""
     with state.locked(tmp_path) as folder:
         ours, stranger = _process("sleep", "600", run=folder.run), _process("sleep", "600", run="another")
         of_the_folder = (tmp_path / "lock").read_text()
     with state.locked(tmp_path) as copy:
-        assert alive(ours.pid), "the supervisor of that run, this process, is there"
+        assert alive(ours.pid), "the supervisor of that run, this process, runs"
         guardian = subprocess.Popen(["sleep", "0.5"], pass_fds=(copy.lock,))
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -89,8 +89,8 @@ async def test_a_wave_is_stopped_after_the_one_before_has_ended(tmp_path: Path) 
 
 
 def test_a_process_with_a_reused_pid_is_not_stopped(tmp_path: Path) -> None:
-    """As where a worker ends by itself while the frontends, which are stopped before it, still drain. In a namespace of
-    pids, of which no other process of the machine takes one."""
+    """A worker may end by itself while the frontends, which are stopped before it, still drain. In a pid namespace, so
+    that no other process takes the pid."""
     code = "import asyncio, pathlib, sys; from tests.supervisor.processes import test_killed as tests; "
     code += "asyncio.run(tests.stop_beside_a_stranger(pathlib.Path(sys.argv[1])))"
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", code]

@@ -27,8 +27,8 @@ async def register(registry: Registry, instance: Instance) -> None:
 
 
 async def test_waits_for_the_process_that_was_started(registry: Registry) -> None:
-    """In a container that was killed and started again, processes have the pids of those of which the leases still
-    live; two containers of one host have the same pids all the time."""
+    """A restarted container reuses pids while the old leases still live; two containers of one host have the same
+    pids."""
     await register(registry, Instance("decode-0-ffffffff", Role.DECODE, host=HERE, pid=WORKER.pid))
     async with RegistryView(registry) as view:
         waiting = asyncio.create_task(
@@ -51,10 +51,10 @@ async def test_removes_the_instance_and_its_card_alone(registry: Registry) -> No
     assert set(await registry.read("")) == {keys.instance(other), keys.card("demo", other.id)}
 
 
-async def test_an_instance_counts_as_missing_after_long_and_not_before(
+async def test_an_instance_counts_as_missing_only_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And after the time that it may drain without being registered."""
+    """A drain may last `leaving` seconds more, unregistered."""
     monkeypatch.setattr(readiness, "CHECK_INTERVAL", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.05)
     server = MemoryServer()
@@ -64,7 +64,7 @@ async def test_an_instance_counts_as_missing_after_long_and_not_before(
         instances = RegisteredInstances(ours, view, HERE, leaving=0.05)
         waiting = asyncio.create_task(instances.until_missing(WORKER))
         await holds(lambda: not waiting.done(), 0.2)
-        await server.down()  # an outage tells nothing
+        await server.down()  # an outage does not count
         await holds(lambda: not waiting.done(), 0.2)
         await server.up(lose_data=True)  # it registers again
         await holds(lambda: not waiting.done(), 0.2)
@@ -73,7 +73,7 @@ async def test_an_instance_counts_as_missing_after_long_and_not_before(
 
 
 async def test_all_frontends_of_the_port_must_be_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of them answers is chance: one that answers again and again says nothing about the other."""
+    """Which frontend answers is chance: repeated answers of one say nothing about the other."""
     answers = iter(
         [("a", ""), ("a", ""), ("b", "no worker"), ("a", ""), ("", "refused"), ("b", ""), ("a", "")]
     )

@@ -27,7 +27,7 @@ WRONG = NoRestart("its configuration is wrong")
         pytest.param(runs(FAILED, code=2), Restart(1), id="its configuration was right once"),
         pytest.param(runs(*[SHORT] * 9, code=-9), Restart(1), id="killed: nothing to wait for"),
         pytest.param(runs(SHORT, SHORT, code=0), Restart(1), id="told to end by an operator"),
-        pytest.param(runs(SHORT, SHORT, code=-11), Restart(2), id="its own crash is none of these"),
+        pytest.param(runs(SHORT, SHORT, code=-11), Restart(2), id="a crash doubles the pause"),
     ],
 )
 def test_a_process_that_was_ready_is_always_started_again(history: list[PastRun], decision: Restart) -> None:
@@ -43,7 +43,7 @@ def test_a_process_that_was_ready_is_always_started_again(history: list[PastRun]
         pytest.param(
             runs(*[FAILED] * 6, code=-9),
             NoRestart("it was ended 6 times while it started"),
-            id="again and again",
+            id="killed too often",
         ),
         pytest.param([*KILLED, *runs(FAILED, FAILED)], Restart(2), id="kills are no failed starts"),
     ],
