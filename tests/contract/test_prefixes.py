@@ -1,4 +1,4 @@
-"""Names of prompt prefixes: equal exactly if the prompts are, and reported sparingly."""
+"""Names of prompt prefixes are equal only if the prefixes are; reports name each change once."""
 
 import pytest
 
@@ -81,8 +81,8 @@ def test_a_large_cache_reports_every_nth_block(blocks: int, stride: int) -> None
     assert prefixes.hit(list(range(64)), None) == 63
 
 
-def test_of_blocks_only_in_host_memory_the_newest_are_reported() -> None:
-    """However large it is: each block of the cache is told."""
+def test_only_the_newest_blocks_of_host_memory_are_reported() -> None:
+    """Blocks of the cache are all reported, however large host memory is."""
     prefixes = CachedPrefixes()
     prefixes.resize(MAX_REPORTED, 1)
     everything = [number.to_bytes(8) for number in range(MAX_REPORTED + 3)]

@@ -45,7 +45,7 @@ def test_the_tightest_slo_of_several_files_counts() -> None:
         (SloTargets(gap=0.06), {"x-slo-ttft-ms": "2000"}, SloTargets(gap=0.06)),
         (NO_SLO, {"x-slo-ttft-ms": "soon", "x-slo-tpot-ms": "-1"}, NO_SLO),
     ],
-    ids=["none", "looser", "tighter", "of what is not promised", "without a promise"],
+    ids=["none", "looser", "tighter", "of an unset target", "without an SLO"],
 )
 def test_headers_relax_an_slo_and_never_tighten_it(
     slo: SloTargets, headers: dict[str, str], expected: SloTargets

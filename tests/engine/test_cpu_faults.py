@@ -1,4 +1,4 @@
-"""The functions of vLLM that pdserve replaces on the CPU, without an engine: verification of drafts, LoRA kernels."""
+"""pdserve's replacements of vLLM's CPU functions, without an engine: verification of drafts, LoRA kernels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from pdserve.engine.vllm.cpu_faults import leave_out_adapters, verify_drafts
 pytestmark = pytest.mark.filterwarnings("ignore")
 VOCABULARY = 10
 ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
-"""of the drafts of three requests"""
+"""where the drafts of three requests end"""
 
 
 @dataclass
@@ -44,13 +44,11 @@ def test_each_draft_has_the_parameters_of_its_request() -> None:
     logits = torch.arange(4.0 * VOCABULARY).view(4, VOCABULARY)
     found = constrained([0.5, 1.0, 0.0], [1, 5, 3], logits.clone(), ENDS)
     assert torch.isfinite(found).sum(dim=1).tolist() == [1, 1, 3, 3]
-    assert found[:, -1].tolist() == [18.0, 38.0, 29.0, 39.0], (
-        "divided by the temperature; greedy ones are not"
-    )
+    assert found[:, -1].tolist() == [18.0, 38.0, 29.0, 39.0], "divided by the temperature, unless greedy"
 
 
 def test_a_placeholder_is_rejected() -> None:
-    """The memory before the probabilities would accept it."""
+    """At its index -1 is other memory, which would accept it."""
     memory = torch.full((2 * VOCABULARY,), 100.0)
     probabilities = memory[VOCABULARY:].view(1, VOCABULARY)
     tokens = torch.full((1, 2), -1, dtype=torch.int32)

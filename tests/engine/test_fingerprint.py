@@ -68,7 +68,7 @@ def test_a_changed_byte_of_a_small_file_differs(model: Path, name: str) -> None:
     put(model / name, middle, bytes([(model / name).read_bytes()[middle] ^ 1]))
     assert len({before, changed := of(model)}) == 2
     (model / "model-00002.safetensors").write_bytes(b"x")
-    assert of(model) not in (before, changed), "another file where it counts"
+    assert of(model) not in (before, changed), "a further file of weights"
 
 
 @pytest.mark.parametrize("tensor", [0, 17, 39])

@@ -1,4 +1,4 @@
-"""The plan and vLLM agree on whether the KV cache has room for one request, at the border too."""
+"""The plan and vLLM agree on whether the KV cache has room for one request, to the byte."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_the_plan_takes_what_vllm_takes(unit: int, length: int, blocks: int, res
 
 
 @pytest.mark.parametrize(("blocks", "fits"), [(128, False), (129, True)])
-def test_an_override_counts_blocks_with_vllms_own(blocks: int, fits: bool) -> None:
+def test_an_override_includes_the_block_that_vllm_uses_itself(blocks: int, fits: bool) -> None:
     args = {"block-size": 32, "max-model-len": 4096, "num-gpu-blocks-override": blocks}
     memory = size(MODEL, args, None, cpu_kv=1 << 30)
     assert (memory.blocks, memory.fits) == (blocks, fits)

@@ -32,7 +32,7 @@ STEP = SimModel(
         (2, 500, [(0, 100), (50, 10)], 0.01 + 4 * 0.002 + 0.0015 + 0.11 + 0.4 * (0.005 + 0.00055)),
     ],
 )
-def test_a_step_takes(decoding: int, context: int, chunks: list[tuple[int, int]], seconds: float) -> None:
+def test_step_time(decoding: int, context: int, chunks: list[tuple[int, int]], seconds: float) -> None:
     assert STEP.step_time(decoding, context, chunks) == pytest.approx(seconds)
 
 
@@ -54,7 +54,7 @@ def test_a_chunk_follows_two_short_steps_for_kv() -> None:
         (5, "sim: a mapping"),
     ],
 )
-def test_a_speed_may_be_zero_only_by_default(speeds: object, problem: str) -> None:
+def test_only_speeds_with_a_default_of_zero_may_be_zero(speeds: object, problem: str) -> None:
     arguments = {"additional-config": {"sim": speeds}}
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         assert sim_model(arguments)
@@ -74,7 +74,8 @@ async def test_steps_keep_their_pace_with_coarse_timers() -> None:
 
 
 async def test_the_time_of_a_step_follows_from_its_contents() -> None:
-    """Two prompts in one step, then both sequences twice, with some 200 tokens of context each, then one twice."""
+    """Two prompts in one step, then both sequences twice, with some 200 tokens of context each, then one sequence
+    twice."""
     speeds = {"step-seconds": 0.001, "sequence-seconds": 0.002, "context-seconds": 0.015, "prefill-rate": 1e6}
     arguments = {"block-size": 16, "additional-config": {"sim": speeds}}
     async with SimEngine(EngineSpec(Role.DECODE, "d", "demo", engine_args=arguments)) as decode:

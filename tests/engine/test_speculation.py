@@ -1,5 +1,5 @@
-"""Two real engines, of which the one that decodes, or both, decode speculatively: the tokens are those of an engine
-without it, wherever the prompt was computed."""
+"""Two real engines with speculative decoding in the decode engine or in both: the tokens are those of an engine without
+speculation, wherever the prompt was computed."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -56,14 +56,16 @@ async def test_the_tokens_are_those_of_an_engine_without_speculation(pair: Engin
     assert tokens_of(local) == EXPECTED[length]
     assert tokens_of(remote) == EXPECTED[length]
     assert max(len(local), len(remote)) < TOKENS, "several tokens in a step"
-    assert len(pair.prefill.outputs[f"p-remote-{length}"][0].tokens) == 1, "the first token comes from there"
+    assert len(pair.prefill.outputs[f"p-remote-{length}"][0].tokens) == 1, (
+        "the first token, sampled by the prefill engine"
+    )
     assert not any(output.recomputed for output in remote)
     await pair.all_free()
 
 
 async def test_requests_together_have_their_own_drafts(pair: Engines) -> None:
-    """Greedy ones, and drawn of one token each, with other temperatures, in the same steps. Each engine prefills for
-    the other, as those of two workers with `role: both`."""
+    """Greedy requests, and requests with top_k 1 and other temperatures, in the same steps. Each engine prefills for
+    the other, as under `role: both`."""
     kinds = (
         body(TOKENS),
         *(sampled(TOKENS, temperature=heat, top_k=1, ignore_eos=True) for heat in (1.0, 0.3)),
@@ -79,7 +81,7 @@ async def test_requests_together_have_their_own_drafts(pair: Engines) -> None:
 
 
 async def test_a_request_continues_after_any_token(pair: Engines) -> None:
-    """As after the loss of a worker, also in the middle of what a step accepted."""
+    """As after a migration, also between tokens that one step accepted."""
     prompt, tokens = repeating(500), EXPECTED[500]
     for done in (1, 2, 17, 18, 19, 20, TOKENS - 1):
         name = f"after-{done}"
@@ -89,8 +91,7 @@ async def test_a_request_continues_after_any_token(pair: Engines) -> None:
 
 
 async def test_requests_that_sample_get_tokens(pair: Engines) -> None:
-    """Where vLLM compares probabilities; the first draft of a request whose KV has come is a placeholder, which has
-    none."""
+    """For them vLLM compares probabilities; the first draft after a KV transfer is a placeholder, which has none."""
     one = sampled(TOKENS, temperature=1.0, top_k=1, ignore_eos=True)
     for number in range(3):
         assert tokens_of(await pair.hand_over(f"one-{number}", repeating(500), one)) == EXPECTED[500]

@@ -1,4 +1,4 @@
-"""An adapter of which vLLM keeps a part. (Those that do not fit: `tests/conformance/parsers/test_adapters.py`.)"""
+"""An adapter that vLLM loads in part. (Adapters that do not fit: `tests/conformance/parsers/test_adapters.py`.)"""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from pdserve.util.errors import ConfigError, EngineDead
 
 
 class Core:
-    """vLLM registers an adapter, then copies its weights into the layers, where this one does not fit."""
+    """Like vLLM, register an adapter, then fail to copy its weights, because they do not fit the layers."""
 
     def __init__(self, *, removes: bool) -> None:
         self.resources = SimpleNamespace(engine_dead=False)

@@ -26,9 +26,7 @@ from tools.vllm_arguments import as_text, read_parser
 from tools.vllm_diff import Release, imports
 from tools.vllm_surface import CALLED, FIELDS, FUNCTIONS, MESSAGES, REPLACED, SOURCES
 
-ADVICE = (
-    "moved in vLLM: read what became of it, adapt pdserve/engine or pdserve/kv, then tools/vllm_surface.py"
-)
+ADVICE = "changed in vLLM: adapt pdserve/engine or pdserve/kv, then tools/vllm_surface.py"
 installed = Release("installed")
 
 
@@ -52,9 +50,9 @@ def test_the_version_is_the_one_that_was_checked() -> None:
     )
 
 
-def test_its_arguments_are_those_of_our_list() -> None:
+def test_our_list_has_the_arguments_of_the_installed_vllm() -> None:
     assert as_text(read_parser()) == PATH.read_text("utf-8"), (
-        "vLLM has moved: run python -m tools.vllm_arguments"
+        "vLLM's arguments changed: run python -m tools.vllm_arguments"
     )
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = vars(parser.parse_args(to_argv(for_engine(ARGS))))
@@ -64,7 +62,7 @@ def test_its_arguments_are_those_of_our_list() -> None:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_messages_fields(name: str) -> None:
-    """As the installed class has them, and as the syntax tree tells, by which `vllm_diff` compares."""
+    """By the installed class, and by its syntax tree, which `vllm_diff` compares."""
     assert fields(resolve(name)) == MESSAGES[name].split() == installed.fields(name), f"{name} {ADVICE}"
 
 

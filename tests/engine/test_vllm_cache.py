@@ -1,4 +1,4 @@
-"""The prefix cache by vLLM's KV events, in our own names. The real engine's are in `test_vllm_engine.py`."""
+"""The prefix cache as seen by vLLM's KV events. Events of a real engine: `test_vllm_engine.py`."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def mirror(*events: object) -> CacheMirror:
         ([stored([1, 2], PROMPT[:16]), in_host([1, 2]), api.BlockRemoved([1, 2], "GPU")], None, 16),
         ([stored([1, 2], PROMPT[:16]), in_host([1]), api.BlockRemoved([1, 2], "GPU")], None, 8),
         ([stored([1], PROMPT[:8]), in_host([1]), api.BlockRemoved([1], "CPU")], None, 8),
-        ([stored([1], PROMPT[:8]), api.BlockRemoved([1], "CPU")], None, 8),  # it never was there
+        ([stored([1], PROMPT[:8]), api.BlockRemoved([1], "CPU")], None, 8),  # never in host memory
         ([stored([1], PROMPT[:8]), in_host([1]), in_host([1]), api.BlockRemoved([1], "CPU")], None, 8),
         ([in_host([1])], None, 0),  # its tokens are not known
         ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], None, 0),
@@ -84,7 +84,7 @@ def test_blocks_only_in_host_memory_are_no_hit_in_the_cache() -> None:
 
 
 def test_events_of_images() -> None:
-    """One from token 4 to 12, and one from token 13 to 15."""
+    """`red` has the tokens 4 to 11, `blue` 13 and 14."""
     extra = [[["red", 4], "salt"], [["red", -4], ["blue", 5]], None]
     cache = mirror(stored([1, 2, 3], PROMPT[:24], extra_keys=extra))
     red, blue = PromptImage("red", 4, 8), PromptImage("blue", 13, 2)

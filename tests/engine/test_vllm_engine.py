@@ -1,8 +1,8 @@
 """Two real vLLM engines, decode and prefill, with KV over UCX between them: started once, and killed by the
 last tests.
 
-UCX is held to TCP: within one host it would otherwise read the other process's memory directly, which works
-even while that process is stopped."""
+UCX may use TCP only: within one host it would read the other process's memory directly, even while that process
+is stopped."""
 
 import asyncio
 import itertools
@@ -61,7 +61,7 @@ pytestmark = [
 MODEL = str(Path(__file__).parents[2] / "pdserve/demo/model")
 BLOCK = 32
 BLOCK_BYTES = BLOCK * 2 * 4 * 2 * 64 * 4
-"""keys and values x layers x heads x their size x float32"""
+"""tokens x (keys, values) x layers x heads x head size x bytes of float32"""
 ARGUMENTS = {
     "enforce-eager": True,
     "max-model-len": 4096,
@@ -100,7 +100,7 @@ class Driven:
             if step.transfers:
                 self.transfers.append(step.transfers)
             self.released += step.released
-            assert not self.unread.keys() & step.unread, "each once"
+            assert not self.unread.keys() & step.unread, "reported once"
             self.unread |= step.unread
             self.unreachable += step.unreachable
             self.complete += step.complete
@@ -117,7 +117,7 @@ class Driven:
     async def answer(
         self, request_id: str, prompt: list[int], wanted: list[bytes], kv: KvHandle | None = None
     ) -> list[Output]:
-        """All outputs of a request, when it is over."""
+        """Return all outputs of a request after its end."""
         await self.engine.generate(request_id, prompt, wanted, kv)
         await self.end(request_id)
         return self.outputs[request_id]
@@ -142,7 +142,7 @@ class Driven:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Its processes hang."""
+        """Stop the engine's processes in the block."""
         for process in self.engine.processes:
             process.suspend()
         while any(process.status() != psutil.STATUS_STOPPED for process in self.engine.processes):
@@ -165,7 +165,7 @@ class Engines:
     prefill: Driven
 
     async def first(self, name: str, prompt: list[int], wanted: list[bytes]) -> tuple[KvHandle, list[Output]]:
-        """The KV of a request's prompt, and its first output where the prefill engine may sample it."""
+        """Return the prompt's handle, and the first output if the prefill engine may sample it."""
         await self.prefill.engine.prefill(f"p-{name}", prompt, wanted)
         await self.prefill.end(f"p-{name}")
         (done,) = self.prefill.outputs[f"p-{name}"]
@@ -180,7 +180,7 @@ class Engines:
     async def go_on(
         self, name: str, prompt: list[int], wanted: list[bytes], kv: KvHandle, first: list[Output]
     ) -> list[Output]:
-        """All outputs of the request, when it is over."""
+        """Return all outputs of the request after its end."""
         if first and first[0].finished:
             await self.decode.engine.reject(kv)
             return first
@@ -189,11 +189,11 @@ class Engines:
         return first + self.decode.outputs[name]
 
     async def hand_over(self, name: str, prompt: list[int], wanted: list[bytes]) -> list[Output]:
-        """The outputs of a request as the two workers bring them about."""
+        """Return a request's outputs after prefill in one engine and decode in the other."""
         return await self.go_on(name, prompt, wanted, *await self.first(name, prompt, wanted))
 
     async def all_free(self) -> None:
-        """Well before the end of a lease, which frees KV too."""
+        """Wait for less than a KV lease, whose end frees blocks too."""
         await until(self.decode.engine.all_blocks_free, 20)
         await until(self.prefill.engine.all_blocks_free, 20)
 
@@ -256,7 +256,7 @@ async def two_engines(
                 driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
             readers.start(driven[-1].read(), name)
         pair = Engines(*driven)
-        # this connects them: without a connection KV that is not read waits for its lease
+        # connects the engines: without a connection, unread KV waits for its lease
         prompt = prompt_of(40, seed=99)
         await pair.decode.generate("connects", prompt, await pair.prefill.prefill("p-connects", prompt))
         await pair.all_free()
@@ -265,7 +265,7 @@ async def two_engines(
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def nothing_left(pair: Engines) -> AsyncIterator[None]:
-    """Each test frees every block of both engines, and the next one finds empty caches."""
+    """After each test, all blocks of both engines get free; the next test has empty caches."""
     yield
     if not pair.decode.killed:
         await pair.all_free()
@@ -290,7 +290,7 @@ def tokens_of(outputs: list[Output]) -> list[int]:
 
 
 def said(outputs: list[Output]) -> list[object]:
-    """All that a client could see of them."""
+    """Return all that a client could see of the outputs."""
     found: list[object] = []
     for raw in (output.raw for output in outputs):
         ranked = raw.new_logprobs and [array.tolist() for array in raw.new_logprobs[:3]]
@@ -359,7 +359,7 @@ async def test_a_request_whose_kv_was_read_does_not_wait_for_a_chunk(pair: Engin
 @pytest.mark.parametrize("length", [1, 33, 3000])
 async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Engines, length: int) -> None:
     prompt = prompt_of(length)
-    assert pair.decode.engine.prefix_hit(prompt, body(prompt_logprobs=1)) is None, "computed here"
+    assert pair.decode.engine.prefix_hit(prompt, body(prompt_logprobs=1)) is None, "always computed locally"
     before, handle = len(pair.decode.transfers), await pair.prefill.prefill(f"p-{length}", prompt)
     asked = time.monotonic()
     remote = await pair.decode.generate(f"remote-{length}", prompt, handle)
@@ -417,7 +417,7 @@ CARRIED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "allowed": lambda _: {"allowed_token_ids": [400, 401, 402]},
     "drawn of one": lambda _: {"temperature": 1.0, "top_k": 1},
 }
-"""what is asked, of a request whose tokens would otherwise be `tokens`"""
+"""parameters under which the prefill engine samples the first token; `tokens`: the greedy ones"""
 NOT_CARRIED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "presence": lambda _: {"presence_penalty": 1.5},
     "frequency": lambda _: {"frequency_penalty": 1.5},
@@ -449,7 +449,7 @@ async def test_a_seed_gives_the_same_tokens_in_one_step_and_in_two(pair: Engines
     """On a CPU, a prompt that took two steps killed vLLM's engine."""
     prompt, wanted = prompt_of(3000, seed=24), sampled(temperature=1.0, seed=7)
     two = await pair.decode.answer("two steps", prompt, wanted)
-    one = await pair.decode.answer("one step", prompt, wanted)  # most of it is cached by then
+    one = await pair.decode.answer("one step", prompt, wanted)  # most of the prompt is cached
     assert one[0].raw.prefill_stats.num_local_cached_tokens > 2500
     assert said(two) == said(one) == said(await pair.hand_over("by two", prompt, wanted))
     other = sampled(temperature=1.0, seed=8)
@@ -479,7 +479,7 @@ async def test_an_unreadable_first_token_is_ignored(pair: Engines) -> None:
 
 
 async def read_ahead(pair: Engines, name: str, prompt: list[int]) -> KvHandle:
-    """The handle of a prompt that was read while it was computed, as far as whole steps go."""
+    """Prefill a prompt in two steps and read the first step's KV ahead; return the handle."""
     pair.prefill.complete.clear()
     await pair.prefill.engine.prefill(name, prompt, body())
     await until(lambda: bool(pair.prefill.complete))
@@ -509,8 +509,8 @@ async def test_kv_is_read_while_the_rest_of_the_prompt_is_computed(pair: Engines
     await pair.all_free()
     whole = await pair.decode.generate("at-once", prompt, await pair.prefill.prefill("p-at-once", prompt))
     assert ahead == whole
-    assert read == pair.decode.bytes - before - read, "each block once"
-    assert unexpected_notifications() == unexpected, "that of a piece means nothing to the prefill engine"
+    assert read == pair.decode.bytes - before - read, "each block is read once"
+    assert unexpected_notifications() == unexpected, "the prefill engine ignores notifications of pieces"
     await pair.all_free()
     assert await pair.decode.generate("here", prompt) == ahead
 
@@ -544,7 +544,7 @@ async def test_unused_blocks_that_were_read_ahead_are_freed(pair: Engines) -> No
     assert not await pair.decode.engine.all_blocks_free()
     await pair.decode.engine.drop_ahead(handle)
     await until(pair.decode.engine.all_blocks_free, 10)
-    assert not await pair.prefill.engine.all_blocks_free(), "only `reject` frees there"
+    assert not await pair.prefill.engine.all_blocks_free(), "only `reject` frees the prefill's blocks"
     await pair.decode.engine.reject(handle)
     await pair.all_free()
     await pair.decode.engine.reject(await read_ahead(pair, "p-refused", prompt))
@@ -615,11 +615,11 @@ async def test_kv_that_is_read_rejected_or_released_is_freed_and_reported_once(p
     handle = await pair.prefill.prefill("p-next", prompt_of(40))
     await pair.decode.generate("next", prompt_of(40), handle)
     await freed(handle)
-    assert len(set(pair.prefill.released)) == len(pair.prefill.released), "each once"
+    assert len(set(pair.prefill.released)) == len(pair.prefill.released), "reported once"
 
 
 async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> None:
-    """vLLM had finished it before the cancellation arrived."""
+    """vLLM had finished the prefill before the cancellation arrived."""
     engine = pair.prefill.engine
     await engine.prefill("p-late", prompt_of(300, seed=10), body())
     (request,) = engine._requests.of(["p-late"])
@@ -632,8 +632,8 @@ async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> No
 
 
 async def test_kv_that_its_engine_no_longer_holds_is_computed_again(pair: Engines) -> None:
-    """The request waited for longer than the lease, which the decode engine's clock did not show. Another one names a
-    prefill of an engine that was started anew."""
+    """A request waited longer than the lease, which the decode engine's clock did not show. Another names a prefill
+    from before its engine's restart."""
     prompt = prompt_of(700, seed=11)
     handle, first = await pair.first("waited", prompt, body())
     await until(pair.prefill.engine.all_blocks_free, within=45)
@@ -695,7 +695,7 @@ async def test_a_peer_without_credentials_gets_no_handshake(pair: Engines) -> No
     await pair.prefill.engine.reach()
 
 
-async def test_an_engine_without_a_handshake_is_reported_and_not_asked_again(pair: Engines) -> None:
+async def test_an_engine_that_answers_no_handshake_is_reported_and_not_asked_again(pair: Engines) -> None:
     prompt = prompt_of(5 * BLOCK, 77)
     handle = await pair.prefill.prefill("deaf-0", prompt)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -713,11 +713,11 @@ async def test_idle_engines_are_quiet(pair: Engines) -> None:
 
     before = used()
     await asyncio.sleep(2.0)
-    assert (used() - before) / 2.0 < 0.25, "of a core; a loud NIXL agent alone takes all of one"
+    assert (used() - before) / 2.0 < 0.25, "cores; a polling NIXL agent alone takes one"
 
 
 async def test_stalled_reads_are_recomputed_and_their_blocks_come_back(pair: Engines) -> None:
-    """A read of a whole prompt, and one that reads the beginning of a prompt ahead."""
+    """A read of a whole prompt, and a read-ahead of a prompt's beginning."""
     prompt, other = prompt_of(700, seed=7), prompt_of(700, seed=23)
     handle, first = await pair.first("stalled", prompt, body())
     computed = await pair.prefill.prefill("p-stalled-ahead", other)
@@ -751,7 +751,7 @@ async def test_a_read_during_which_the_decode_engine_hung_is_used_while_its_kv_i
     with ExitStack() as stack:
         stack.enter_context(pair.prefill.stopped())
         await pair.decode.engine.generate("slept", prompt, body(), handle)
-        await asyncio.sleep(0.5)  # the read has begun, and nothing comes
+        await asyncio.sleep(0.5)  # the read has begun and gets no data
         with pair.decode.stopped():
             stack.close()
             await asyncio.sleep(2.0)
@@ -801,7 +801,7 @@ def break_connections(pair: Engines) -> int:
 
 
 async def test_ctrl_c_and_a_closed_terminal_do_not_reach_the_engine(pair: Engines) -> None:
-    """Both signals go to the whole foreground group."""
+    """A terminal sends both to its whole foreground group."""
     for number in (signal.SIGINT, signal.SIGHUP):
         for process in pair.decode.engine.processes:
             process.send_signal(number)
@@ -811,7 +811,7 @@ async def test_ctrl_c_and_a_closed_terminal_do_not_reach_the_engine(pair: Engine
 async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
     pair: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the hang it stalls once and goes on."""
+    """Before the hang, the core stalls once and continues."""
     for name, seconds in {"STALLS_AFTER": 1.0, "HANGS_AFTER": 5.0, "PROBE_INTERVAL": 0.1}.items():
         monkeypatch.setattr(engine_checks, name, seconds)
     watch, said = engine_checks.EngineWatch(pair.decode.engine), list[bool]()

@@ -1,4 +1,4 @@
-"""How a vLLM engine ends when one of its ranks does; without loading a model."""
+"""The end of a vLLM engine after the end of a rank, without a model."""
 
 import asyncio
 import faulthandler
@@ -22,7 +22,7 @@ forking = multiprocessing.get_context("fork")
 
 
 def act_core(number: int, pids: "multiprocessing.SimpleQueue[int | None]") -> None:
-    """Behave as a core of which a rank ends by this signal; 0: by itself, with status 1."""
+    """Act as a core with a rank that ends by this signal; 0: with status 1."""
     ranks = [forking.Process(target=time.sleep, args=(60,)), forking.Process(target=_end, args=(number,))]
     executor = SimpleNamespace(workers=[SimpleNamespace(proc=rank) for rank in ranks])
     for rank in ranks:
@@ -72,7 +72,7 @@ async def test_a_core_ends_with_its_first_rank_and_its_status_says_how(
     [(None, True), (1, True), (-6, True), (-4, True), (-9, False), (-15, False), (0, False)],
 )
 def test_only_a_core_that_crashed_may_have_died_of_a_request(status: int | None, crashed: bool) -> None:
-    """None: it reported an error, and has not ended yet."""
+    """None: the core reported an error and has not ended."""
     assert death_of(status).crashed == crashed
 
 

@@ -24,9 +24,7 @@ def test_kv_is_held_from_the_prompt_s_arrival_to_the_end_of_its_lease() -> None:
     leases.end("p", read=False)
     assert not leases.is_held("p")
     leases.end("p", read=True)
-    assert not leases.is_held("p"), (
-        "the last rank reported that it was read, one before that its lease ran out"
-    )
+    assert not leases.is_held("p"), "the last rank reported a read, an earlier one the lease's end"
 
 
 def test_kv_that_was_freed_because_it_was_read_counts_as_held_for_a_while() -> None:
@@ -97,12 +95,12 @@ async def test_an_answer_does_not_confirm_a_later_read(leases: Leases, key: Curv
     with engine(leases, key) as path, asking(key) as confirmations:
         ended = {"r": Source(path, "prefill-0-a", "p")}
         assert await outcome(confirmations, ended) == {"r": True}
-        confirmations._ask(ended["r"])  # its answer is on its way, and nothing waits for it
+        confirmations._ask(ended["r"])  # asked, but nothing waits for the answer
         leases.end("p", read=False)
         assert await outcome(confirmations, ended) == {"r": False}
 
 
-async def test_an_engine_that_is_gone_or_hangs_held_nothing(
+async def test_an_engine_that_is_gone_or_hangs_confirms_nothing(
     leases: Leases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(side_channel, "CONFIRM_WITHIN", 0.3)

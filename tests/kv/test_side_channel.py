@@ -20,12 +20,12 @@ from pdserve.util.net import free_port
 
 ANSWERS = {(0, 0): b"metadata"}
 WITHIN, NEVER = 30.0, 0.3
-"""seconds: of an answer, also on a busy machine; and after which none counts as refused"""
+"""seconds: most for an answer, on a busy machine; after which a missing answer counts as a refusal"""
 
 
 @contextmanager
 def running(listen: Callable[[threading.Event, threading.Event, int], None]) -> Iterator[str]:
-    """`listen` gets its events `ready` and `stop`, and a port of this host."""
+    """Run `listen(ready, stop, port)` in a thread; yield its address."""
     port, ready, stop = free_port("127.0.0.1"), threading.Event(), threading.Event()
     thread = threading.Thread(target=listen, args=(ready, stop, port))
     thread.start()
@@ -102,7 +102,7 @@ def test_only_a_process_of_the_graph_is_answered(tmp_path: Path) -> None:
 
 
 def test_the_key_depends_on_the_graphs_credentials_only(tmp_path: Path) -> None:
-    """It is equal for all copies of a folder, and cannot be derived from sent data or from keys of other purposes."""
+    """Copies of a folder have the same key; keys of other purposes differ."""
     graph = create(tmp_path / "graph")
     copied = Credentials(shutil.copytree(graph.folder, tmp_path / "copy"))
     assert CurveKey.of(copied) == CurveKey.of(graph)

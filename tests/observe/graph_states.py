@@ -59,8 +59,8 @@ def histogram(bucket: int) -> list[int]:
 
 
 def loaded(down: bool = False, slow: bool = False, full: bool = False) -> GraphState:
-    """Two frontends and as many decode and prefill workers; all is well, or decode-1 is down, KV from prefill-1 is
-    slow, the prefill queue is full."""
+    """Two frontends, two decode and two prefill workers. `down`: decode-1 is down; `slow`: KV from prefill-1 is slow;
+    `full`: the prefill queue is full."""
     frontends = [instance("frontend-0-aa", 1), instance("frontend-1-bb", 2)]
     decode = [instance("decode-0-cc", 10), instance("decode-1-dd", 11)]
     prefill = [instance("prefill-0-ee", 500), instance("prefill-1-ff", 501)]

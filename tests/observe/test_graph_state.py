@@ -10,7 +10,7 @@ from pdserve.observe.graph_state import GraphState, graph_state, moments, quanti
 
 
 def histogram(*seconds: float) -> list[int]:
-    """As a frontend counts: into the bucket whose upper bound is not less."""
+    """Count each value in the first bucket whose upper bound is not less."""
     counts = [0] * (len(BUCKETS) + 1)
     for value in seconds:
         counts[int(np.searchsorted(BUCKETS, value))] += 1

@@ -1,4 +1,4 @@
-"""Repeated log records, and log lines that are read back."""
+"""Limits of log records, and parsing of log lines."""
 
 import io
 import logging
@@ -75,7 +75,7 @@ ODD = f"a\n{FORGED}\r\x1b]0;title\x07\x1b[2J\x9b1m\x7f\0\u2028b"
 @pytest.mark.parametrize("fmt", ["text", "json"])
 @pytest.mark.parametrize("raised", [False, True])
 def test_text_of_a_client_cannot_forge_a_record_or_control_a_terminal(fmt: str, raised: bool) -> None:
-    """Neither as it is written, nor as the supervisor shows it."""
+    """Neither in the written line nor in the supervisor's output."""
     error = (ValueError, ValueError(ODD), None) if raised else None
     said = "refused" if raised else ODD
     record = logging.LogRecord("pdserve.x", logging.WARNING, "x.py", 1, "request r: %s", (said,), error)

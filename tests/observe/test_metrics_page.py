@@ -12,7 +12,7 @@ SOURCES = {path: path.read_text() for path in (ROOT / "pdserve").rglob("*.py")}
 
 
 def rows(heading: str) -> Iterator[list[str]]:
-    """The cells of the first table after it."""
+    """Yield the rows of the first table below the heading."""
     table = PAGE.split(f"# {heading}\n")[1].split("\n#")[0]
     lines = [line for line in table.splitlines() if line.startswith("|")]
     yield from ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:])
@@ -35,7 +35,7 @@ def test_the_table_equals_the_code() -> None:
 
 
 def test_the_values_of_labels_are_documented() -> None:
-    """Of labels that are words of ours, not names of models, keys or processes."""
+    """Only of labels with fixed values, not of names of models, keys or processes."""
     names = {"model", "key", "code", "instance", "source", "slot", "host", "task", "worker"}
     for name, (_, labels, meaning) in METRICS.items():
         for label in labels - names:

@@ -53,14 +53,14 @@ async def test_pages_are_503_while_the_event_loop_hangs(monkeypatch: pytest.Monk
         with _connection(page.metrics, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
             assert b" 503 " in client.recv(100)
         with _connection(page.metrics, b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
-            assert b" 503 " in client.recv(100)  # the event loop hangs until it comes
+            assert b" 503 " in client.recv(100)  # `recv` blocks the event loop until the 503
         assert "load" in (await asyncio.to_thread(httpx.get, url)).json()
 
 
 async def test_probes_are_answered_at_an_address_that_other_machines_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A kubelet asks by the pod's address; on loopback it would be a web page behind a foreign name."""
+    """A kubelet uses the pod's address. (On loopback, a web page could use a foreign host name.)"""
     monkeypatch.setattr(process_pages, "is_loopback", lambda host: False)
     wrong = {"fault": "", "unready": "it drains"}
     with serve_pages("127.0.0.1") as page:

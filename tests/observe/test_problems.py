@@ -206,15 +206,17 @@ def test_each_problem_is_a_sentence(told: str) -> None:
 
     problems = found(TOLD[told])
     assert [line(problem) for problem in problems] == told.splitlines()
-    assert [each.text for each in problems if each.level == "bad" and not each.advice] == [], "what to do?"
+    assert [each.text for each in problems if each.level == "bad" and not each.advice] == [], (
+        "bad, but without advice"
+    )
 
 
 def test_states_without_a_problem() -> None:
-    """A queue that is as long as the workers take, and a link that is slow with what is small."""
+    """A queue within the limit, and links that are slow with little data or unused."""
     assert found(state(loads={"decode-0-d0": Load(queue_depth=8)})) == []
     assert found(state(links=slow(pull_seconds=0.1))) == []
-    assert found(state(links=slow(pull_seconds=0.045))) == [], "6 times slower than nearly nothing"
-    assert found(state(links=slow(idle=61.0))) == [], "it is not used"
+    assert found(state(links=slow(pull_seconds=0.045))) == [], "slow, but only 45 ms"
+    assert found(state(links=slow(idle=61.0))) == [], "the link is not used"
     unused = replace(FAST, pull_seconds=1.5, idle=61.0)
     assert found(state(links={"decode-0-d0": [unused]})) == []
 
@@ -225,7 +227,7 @@ def test_a_process_is_in_one_state() -> None:
     assert node(state(slots=[KILLED], silent=("decode-1-d1",)), "decode-1").state == "waiting to restart"
     assert node(state(slots=[KILLED]), "decode-1").state == "ready"  # it answers: the registry is behind
     for silent in (state(silent=("decode-1-d1",)), state(instances=WITHOUT_1)):
-        hangs = node(silent, "decode-1")  # what the supervisor knows is of the time when it was ready
+        hangs = node(silent, "decode-1")  # the supervisor's record is from before the hang
         assert (hangs.state, hangs.why, hangs.seconds) == ("does not answer", "", None)
     killed = node(state(slots=[KILLED], instances=WITHOUT_1), "decode-1")
     assert (killed.state, killed.why, killed.seconds) == ("waiting to restart", "killed by SIGKILL", 4)
@@ -236,7 +238,7 @@ def test_processes_of_one_name_are_shown_with_their_ids() -> None:
     names = [node.name for node in nodes(state(instances=[*ALL, elsewhere]), NOW)]
     assert names == ["frontend-0", "decode-0-d0", "decode-0-x", "decode-1", "prefill-0", "prefill-1"]
     names = [node.name for node in nodes(state(instances=WITHOUT_1), NOW)]
-    assert names == ["frontend-0", "decode-0", "decode-1", "prefill-0", "prefill-1"], "it keeps its place"
+    assert names == ["frontend-0", "decode-0", "decode-1", "prefill-0", "prefill-1"], "it keeps its position"
 
 
 def test_further_problems_are_counted() -> None:
@@ -273,7 +275,7 @@ def test_slots_of_two_models_on_a_host_are_distinct() -> None:
         node.instance.id: node for node in of(slot, demo=demo, instances=[*ALL, *other]) if node.instance
     }
     assert (shown["decode-0-d0"].seconds, shown["decode-0-o0"].seconds) == (1000, 5)
-    assert shown["decode-1-o1"].seconds is None, "its role runs alone"
+    assert shown["decode-1-o1"].seconds is None, "its role runs standalone"
     slot = replace(slot, state="waiting to restart")
     processes = of(slot, demo=demo, instances=ALL)
     assert [node.name for node in processes if not node.up] == ["decode-0 of other"]

@@ -25,13 +25,13 @@ ROUTE = "POST {route}"
 
 @cache
 def documented(heading: str) -> Mapping[str, str]:
-    """The table below this heading: the first column, and what is right of it."""
+    """Return the table below this heading: first column -> the others."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, re.M))
 
 
 def is_documented(span: Exported) -> bool:
-    """With its events, and each attribute where the table has it."""
+    """Whether the page has the span and its events. Asserts that it has their attributes."""
     name = ROUTE if span.name.startswith("POST /") else span.name
     where = {key: row.split(" | ")[0] for key, row in documented("Attributes").items()}
     told = [(name, key) for key in span.attributes]
@@ -67,7 +67,7 @@ def test_the_sdk_is_not_imported_without_tracing() -> None:
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for a collector on this machine
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # must not apply to this machine's collector
     with collecting() as collector:
         yield collector
 

@@ -34,7 +34,7 @@ def keep(file: BlockFile, key: bytes, seed: int) -> None:
 
 
 def back(file: BlockFile, key: bytes) -> bytes | None:
-    """None: the block is missing, or not as it was written."""
+    """Read a block; None if it is missing or damaged."""
     if (place := file.places.get(key)) is None:
         return None
     found = memoryview(bytearray(SIZE))
@@ -62,7 +62,7 @@ def test_the_file_has_no_name_and_no_other_user_can_open_its_folder(tmp_path: Pa
     file.close()
 
 
-def test_places_that_are_being_written_are_not_given_away(tmp_path: Path) -> None:
+def test_a_place_that_is_being_written_is_not_allocated_again(tmp_path: Path) -> None:
     file = BlockFile(tmp_path, 1, SIZE)
     place = file.allocate()
     assert place is not None
@@ -90,7 +90,7 @@ def test_a_block_that_is_not_as_it_was_written_is_a_miss(tmp_path: Path, damage:
 
 
 class Tiers:
-    """Host memory for 4 blocks with a disk below, as the scheduler of an engine has them."""
+    """A scheduler's host memory for 4 blocks, with a disk below."""
 
     def __init__(self, folder: Path, blocks: int = 16) -> None:
         name = f"test-{os.getpid()}-{time.monotonic_ns()}"
@@ -118,7 +118,7 @@ class Tiers:
         await until(settled, 10)
 
     def store(self, *keys: bytes) -> None:
-        """As blocks that are full of their keys."""
+        """Store blocks, each filled with its key's letter."""
         context = self.request()
         found = self.manager.prepare_store(keys, context)
         assert found is not None
@@ -155,7 +155,7 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
 
 
 async def filled(tiers: Tiers) -> None:
-    """Host memory has the last four blocks, the disk all."""
+    """Store `KEYS`: the last four are in host memory, all on disk."""
     for each in KEYS:
         tiers.store(each)
         await tiers.settle()

@@ -44,7 +44,7 @@ def test_blocks_come_back_into_other_places() -> None:
 
 
 class Child:
-    """A connector of a scheduler. Its metadata: the blocks before whose use vLLM ends copies."""
+    """A scheduler's connector. Its metadata: blocks whose copies vLLM ends before it uses them."""
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(_current_batch_allocated_block_ids=set())
