@@ -1,4 +1,4 @@
-"""A collector for tests: takes spans by OTLP/HTTP, as Jaeger does, and can be slow or broken."""
+"""An OTLP/HTTP collector of spans for tests, which can be slow or broken."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ class Exported:
     attributes: Mapping[str, object]
     events: Mapping[str, Mapping[str, object]]
     error: str | None
-    """None: it did not fail"""
+    """None: no error"""
     tracestate: str
 
 
@@ -34,10 +34,10 @@ class Collector:
     def __init__(self) -> None:
         self.spans: list[Exported] = []
         self.posts: list[str] = []
-        """paths"""
+        """paths of the POST requests"""
         self.status = 200
         self.answers = threading.Event()
-        """cleared: it takes what is sent, and says nothing"""
+        """cleared: the collector reads requests and does not answer"""
         self.answers.set()
         self.url = ""
 
@@ -96,7 +96,7 @@ def collecting() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], within: float = 30.0) -> None:
-    """Raise TimeoutError when `condition`, a function or coroutine function, does not hold within so many seconds. The
-    default is for a busy machine: a test that passes does not wait for it."""
+    """Wait until `condition`, a function or coroutine function, is true. Raises TimeoutError after `within` seconds;
+    the default is for a busy machine."""
     async with asyncio.timeout(within):
         while True:
             answer = condition()
@@ -18,8 +18,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], within: float =
 
 
 async def holds(condition: Callable[[], object], seconds: float = 0.1) -> None:
-    """Fail if `condition` does not hold for so many seconds: for what must not happen, though nothing tells when it
-    would have."""
+    """Fail unless `condition` stays true for `seconds`. For tests that something does not happen."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert condition()

@@ -19,7 +19,7 @@ from tests.servers import etcd_server, nats_server, running
 settings.register_profile("same each time", derandomize=True)
 settings.register_profile("searching")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same each time"))
-"""what one commit passed, the next fails by its own fault only; HYPOTHESIS_PROFILE=searching tries others"""
+"""the same examples in each run, so that a failure is the commit's own; HYPOTHESIS_PROFILE=searching tries others"""
 
 ENGINES = (
     "tests/chaos/test_real_engines.py",
@@ -29,11 +29,11 @@ ENGINES = (
     "tests/engine/test_vllm_engine.py",
     "tests/install/test_wheel.py",
 )
-"""One process runs these, one after the other: the real engines of all at once would take more than 24 GB. It is the
-longest part, and begins first."""
+"""One process runs these in turn, because all real engines at once would take more than 24 GB. They take longest and
+begin first."""
 CHAOS = ("tests/chaos/test_chaos.py", "tests/test_house.py")
-"""One long test, and many short ones: xdist gives a process with two tests left a further file, which would wait behind
-chaos."""
+"""One group of one long and many short tests. Otherwise xdist would give chaos's process a further file, which would
+wait behind chaos."""
 ORDER = (
     *ENGINES,
     "tests/bench/compare/test_command.py",
@@ -43,13 +43,13 @@ ORDER = (
     "tests/registry/test_outage.py",
     *CHAOS,
 )
-"""What takes longest begins first, so that all processes end together; simulated engines are broken when the real ones
-have been. tests/soak comes late as it is, for it starts real engines, too."""
+"""The longest files begin first, so that all processes end together. Chaos comes after most tests of real engines. So
+does tests/soak, which starts real engines too and comes late by its name."""
 NICE = 5
 HANGS = 60
-"""seconds after its timeout until a test that has not ended by then ends with its process, and with the run"""
+"""seconds after a test's timeout until its process is ended, and with it the run"""
 
-gc.disable()  # what is collected imports vLLM and stays: to look for garbage in it takes a third of the time
+gc.disable()  # collection imports vLLM, whose objects stay; searching them for garbage takes a third of the time
 
 
 def pytest_collection_finish() -> None:
@@ -68,8 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` (`make test`): the tests of a file stay together, for they share its fixtures, and so do
-    `ENGINES` and `CHAOS`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
+    """With `--dist loadfile` (`make test`), one process runs the tests of a file, because they share fixtures. So it
+    does with `ENGINES`, and `CHAOS`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -84,7 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that swallows the exception by which its timeout ends it would keep CI until CI itself is ended."""
+    """End the process of a test that swallows its timeout's exception, because CI would wait for the test."""
     marker = item.get_closest_marker("timeout")
     timeout = float(marker.args[0] if marker else item.config.getini("timeout"))
     timer = threading.Timer(timeout + HANGS, os._exit, (1,))
@@ -97,7 +97,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Engines that start (a dozen processes import vLLM at the same time) give way to the tests beside them."""
+    """Give tests of real engines a lower priority: a dozen processes import vLLM at the same time."""
     beside_others = "PYTEST_XDIST_WORKER" in os.environ
     if beside_others and item.nodeid.startswith(ENGINES) and not os.getpriority(os.PRIO_PROCESS, 0):
         os.nice(NICE)
@@ -119,15 +119,15 @@ def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    """vLLM's own server with the arguments of `graph`: the yardstick."""
+    """vLLM's own server with the arguments of `graph`, to compare with."""
     with one_vllm(tmp_path_factory.mktemp("vllm")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def graph(tmp_path_factory: pytest.TempPathFactory, vllm_server: Reference) -> Iterator[RealGraph]:
-    """A real graph that must not be harmed: one decode and one prefill worker. After the other server, so that three
-    engines never load at once on a small machine."""
+    """A real graph that must not be harmed: one decode and one prefill worker. Starts after `vllm_server`, so that
+    three engines never load at once on a small machine."""
     del vllm_server
     with one_graph(tmp_path_factory.mktemp("graph")) as graph:
         yield graph
@@ -140,11 +140,11 @@ def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
 
 @pytest.fixture
 def namespace() -> str:
-    """Of this test alone."""
+    """A namespace for this test alone."""
     return f"test-{uuid4().hex[:12]}"
 
 
 @pytest.fixture
 def brief_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests in which simulated engines cannot read KV: they do not wait long for it."""
+    """Short transfer timeouts, for tests whose simulated engines cannot read KV."""
     monkeypatch.setitem(FAST, "transfer-timeout", 0.3)

@@ -16,7 +16,7 @@ class Disk:
         self._filler = path / "filler"
 
     def fill(self) -> None:
-        """To the last byte."""
+        """Fill the disk to the last byte."""
         with self._filler.open("wb", buffering=0) as filler:
             for size in (MIB, 4096, 1):
                 try:

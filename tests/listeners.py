@@ -1,6 +1,6 @@
-"""All sockets of a graph that listen, and their purposes.
+"""All listening sockets of a graph, and their purposes.
 
-Tests have a table of those that there may be: a new one is a decision, and a line in docs/security.md.
+Tests have a table of the allowed ones: a new socket is a decision, and a line in docs/security.md.
 """
 
 import json
@@ -17,7 +17,7 @@ from pdserve.config.load import load
 from tests.serving import Serve
 
 Listeners = Counter[tuple[str, str]]
-"""(process, purpose) -> how many; the purpose is `TCP` for a port that the graph does not tell"""
+"""(process, purpose) -> how many; the purpose of an unknown port is `TCP` or `UDP`"""
 
 
 def listeners(serve: Serve) -> Listeners:
@@ -39,7 +39,7 @@ def listeners(serve: Serve) -> Listeners:
 
 
 def _role(process: psutil.Process) -> str:
-    """As `decode`, `VLLM::EngineCore` or `nats-server`."""
+    """The role or program, such as `decode` or `nats-server`."""
     command: list[str] = process.cmdline()
     if "pdserve" in command:
         return command[command.index("pdserve") + 1]
@@ -47,7 +47,7 @@ def _role(process: psutil.Process) -> str:
 
 
 def _known_ports(serve: Serve) -> dict[int, str]:
-    """The purposes of the ports that the graph tells."""
+    """Ports with known purposes, from file, state and `status`."""
     state = json.loads(serve.pdserve("status", "--json").stdout)
     record = json.loads((Path(serve.env["PDSERVE_STATE_DIR"]) / "graph.json").read_text())
     config = load(serve.file, serve.env)

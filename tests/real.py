@@ -1,7 +1,6 @@
-"""Real engines for all tests of a session: one graph, and one plain vLLM server with the same arguments, the yardstick.
-
-Both in float32: in bfloat16 a near tie falls one way or the other with what else is in the batch. In 2 of some 900
-answers of random prompts under load something did, in none of 589 in float32 (docs/decisions/0005)."""
+"""Real engines for all tests of a session: one graph, and one plain vLLM server with the same arguments, to compare
+with. Both use float32, because in bfloat16 the rest of the batch decides near ties: under load, 2 of some 900 answers
+to random prompts differed, none of 589 in float32 (docs/decisions/0005)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,13 +40,13 @@ ARGUMENTS = (
     "--dtype float32 --block-size 32 --max-model-len 4096 --enforce-eager --served-model-name demo "
     "--max-num-batched-tokens 32768 --distributed-executor-backend uni"
 )
-"""of vLLM's server, for the same; and steps so large that no prompt is prefilled in parts, however many requests come
-together: on a CPU, vLLM 0.32 dies of a request with a seed in such a step (engine/vllm/worker.py mends ours)"""
+"""of vLLM's server: as in `GRAPH`, and steps so large that no prompt is prefilled in parts, because on a CPU vLLM 0.32
+dies of a request with a seed in such a step (engine/vllm/worker.py corrects ours)"""
 IN_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""so that vLLM leaves `uni` as it is, on a CPU too: with a process for the model, both spin for a second after each
-message, which takes all of a small machine"""
+"""so that vLLM keeps `uni` on a CPU. With a process for the model, both processes spin for a second after each message,
+which takes all of a small machine"""
 KEY = "the-key-of-the-reference"
-"""of vLLM's server: what it says to those without can be seen; the graph ignores it"""
+"""of vLLM's server, to see its answers to requests without a key; the graph ignores it"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def one_vllm(
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Reference]:
     arguments = [*arguments, "--api-key", KEY]
-    # its sockets, which it leaves there, have names of at most 107 characters
+    # vLLM leaves its sockets there, whose paths may have 107 characters
     with TemporaryDirectory(prefix="vllm-") as sockets, start_blocking_portal() as portal:
         given = IN_CORE | {"VLLM_RPC_BASE_PATH": sockets} | dict(variables or {})
         server = plain_vllm(model, arguments, folder, lambda _: None, given)

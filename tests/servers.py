@@ -24,14 +24,14 @@ def etcd_server(state_dir: Path, port: int = 0, credentials: Credentials | None 
 
 
 class SmallEtcd(EmbeddedEtcd):
-    """With a quota of 1 MiB."""
+    """An etcd with a quota of 1 MiB."""
 
     def command(self) -> list[str]:
         flag = "--quota-backend-bytes="
         return [f"{flag}{1 << 20}" if word.startswith(flag) else word for word in super().command()]
 
     async def fill_up(self) -> None:
-        """Write until it raises the alarm NOSPACE, then delete what was written; the alarm stays."""
+        """Write until etcd raises the alarm NOSPACE, then delete the keys; the alarm stays."""
         async with connect(self.url, "filler", self.credentials) as registry:
             keys: list[str] = []
             try:
@@ -45,7 +45,7 @@ class SmallEtcd(EmbeddedEtcd):
 
 @contextmanager
 def running(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """Run a server that outlives the event loops of the tests, for session fixtures: its output must be read on."""
+    """Run a server for session fixtures. Its own event loop reads its output, because those of the tests end."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -73,7 +73,7 @@ async def hung(server: EmbeddedServer) -> AsyncIterator[None]:
 
 
 def _stopped(pid: int) -> bool:
-    """Return whether all of its threads are stopped, which takes the signal a moment."""
+    """Return whether all threads are stopped; the signal takes a moment."""
     states = [
         path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")
     ]
@@ -81,7 +81,7 @@ def _stopped(pid: int) -> bool:
 
 
 async def kill(server: EmbeddedServer) -> None:
-    """SIGKILL; returns when the process is gone."""
+    """Send SIGKILL; return when the process is gone."""
     os.kill(pid_of(server), signal.SIGKILL)
     assert server.child
     await server.child.wait()
@@ -95,7 +95,7 @@ async def killed(server: EmbeddedServer) -> AsyncIterator[None]:
 
 
 async def restart(server: EmbeddedServer) -> None:
-    """Start the server anew on the same port and data, whether it runs or not."""
+    """Stop the server if it runs, then start it on the same port and data."""
     await server.stop()
     await server.start()
 

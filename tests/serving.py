@@ -1,4 +1,4 @@
-"""A graph as a user runs it: `pdserve serve` with simulated engines in a folder of its own."""
+"""A graph as a user runs it: `pdserve serve` with simulated engines in its own folder."""
 
 import json
 import signal
@@ -110,5 +110,5 @@ def processes_below(folder: Path) -> list[psutil.Process]:
 
 
 def kv_ports() -> int:
-    """The first of enough ports for the workers of a graph."""
+    """The first of eight free ports, for the workers of a graph."""
     return free_port("127.0.0.1", 8)

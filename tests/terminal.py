@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 
 class Terminal:
-    """A pseudo terminal in which bash runs a command and then says `the exit code is N`. It is read all the time: a
-    terminal holds 8 KB, and a command that writes more waits."""
+    """A pseudo terminal in which bash runs a command and then prints `the exit code is N`. A thread always reads it,
+    because a terminal buffers 8 KB, and a command that writes more waits."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._script = f"{shlex.join(command)}; echo the exit code is $?"
@@ -27,7 +27,7 @@ class Terminal:
             ["bash", "-c", f"exec <>{os.ttyname(theirs)} >&0 2>&1; {self._script}"],
             env=self._env,
             stdin=theirs,
-            start_new_session=True,  # so that the terminal which it opens becomes its own
+            start_new_session=True,  # so that bash controls the terminal which it opens
         )
         os.close(theirs)
         self._reading.start()
@@ -62,5 +62,5 @@ class Terminal:
             if select.select([self._ours], [], [], 0.05)[0]:
                 try:
                     self._said += os.read(self._ours, 1 << 16)
-                except OSError:  # all of the other side is gone
+                except OSError:  # the other side is closed
                     return

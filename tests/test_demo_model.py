@@ -29,7 +29,7 @@ FACTS = {
     "green lamp": "3350",
     "golden key": "1984",
 }
-# Nothing that the corpus knows: the model must look past text that it has never seen.
+# Not in the training corpus: the model must ignore text that it has never seen.
 FILLER = (
     "Meanwhile the committee reviewed its proposals, and nobody objected. "
     "In 1843 some 250 sailors had crossed this bay; most returned. "
@@ -46,7 +46,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """In the dtype that vLLM serves. More threads would spin for each other's end beside other tests."""
+    """The model in vLLM's dtype, on one thread, because several would spin beside other tests."""
     torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.bfloat16).eval()
 

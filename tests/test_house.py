@@ -20,7 +20,7 @@ ALLOWED = {
     "aetcd": ("registry/etcd_session.py",),
     "grpc": ("registry/etcd_session.py",),
     "nats": ("queue/jetstream/",),
-    "zmq": ("engine/vllm/cache.py", "kv/side_channel.py"),  # vLLM itself speaks it there
+    "zmq": ("engine/vllm/cache.py", "kv/side_channel.py"),  # vLLM itself uses ZeroMQ there
     "pynvml": ("plan/machine.py",),
     "yaml": ("config/files/yaml_tree.py",),
     "pydantic": ("config/",),
@@ -46,7 +46,7 @@ ALLOWED = {
 
 UNSAFE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 TALKERS = ("cli/",)
-"""where print is the purpose"""
+"""places that may print"""
 
 
 def name(path: Path) -> str:
@@ -60,7 +60,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Top-level names of everything that the file imports, wherever in it."""
+    """Top-level names of all that the file imports, also inside functions."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -77,7 +77,7 @@ def test_an_outside_library_is_imported_in_one_place(library: str) -> None:
 
 
 LEAVES = ("__init__", "demo", "util", "contract", "security")
-"""what every room may import from; of each other only from those before them"""
+"""rooms from which all may import; a leaf imports only from leaves before it"""
 
 ARROWS = {
     "config": "",
@@ -126,7 +126,7 @@ def imported_rooms(path: Path) -> Iterator[str]:
 
 
 def imported_files(path: Path) -> Iterator[Path]:
-    """The files of the package that the file imports from, wherever in it, also for types alone."""
+    """The files of the package that the file imports from, also inside functions or for types only."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -141,7 +141,7 @@ def imported_files(path: Path) -> Iterator[Path]:
 
 
 def _source(folder: Path, parts: list[str]) -> Path:
-    """The file that a dotted name stands for, which may name something in it."""
+    """The file of a dotted name, which may be a name inside the file."""
     while parts and not folder.joinpath(*parts).with_suffix(".py").exists():
         if folder.joinpath(*parts, "__init__.py").exists():
             return folder.joinpath(*parts, "__init__.py")
@@ -194,7 +194,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 
 def test_no_private_vocabulary() -> None:
-    """Requests, workers and processes are things: the field has words for them, and `one` is none."""
+    """Requests, workers and processes are no persons, and `one` is no name for them."""
     person = re.compile(r"(?<!\")\b(who|whoever|nobody|everybody)\b|\bfor one in\b", re.I)
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -236,15 +236,15 @@ def reads_the_time_of_day(path: Path) -> Iterator[str]:
 
 
 def test_the_time_of_day_is_read_in_one_place() -> None:
-    """Other clocks than this host's are different, and any of them may be set: see `pdserve/util/clock.py`."""
+    """The clocks of hosts differ, and may be set at any time: see `pdserve/util/clock.py`."""
     found = [
         place for path in SOURCES if name(path) != "util/clock.py" for place in reads_the_time_of_day(path)
     ]
     assert found == []
 
 
-def test_nobody_leaves_the_session() -> None:
-    """A session is a scheduling group of its own on most Linux hosts: ten times the TTFT."""
+def test_no_process_leaves_the_session() -> None:
+    """Most Linux hosts schedule each session as a group, which made TTFTs ten times longer."""
     leaving = re.compile(r"start_new_session\s*=\s*True|os\.setsid\(")
     assert [name(path) for path in SOURCES if leaving.search(path.read_text())] == []
 
@@ -259,8 +259,8 @@ AWAITED_TASKS = {
     "process/engine_checks.py": 3,
     "process/life.py": 1,
 }
-"""file -> how many tasks it makes itself, each of them awaited, or cancelled and awaited, by the function or the
-`async with` that made it. Background tasks belong to `pdserve/runtime/tasks.py`, a TaskGroup or a `Service`'s."""
+"""file -> how many tasks it makes itself. The function or `async with` that makes a task awaits it, possibly after
+cancelling it. Background tasks belong to `pdserve/runtime/tasks.py`, a TaskGroup or a `Service`'s."""
 
 
 def test_no_background_task_ends_unseen() -> None:
@@ -274,7 +274,7 @@ def test_no_background_task_ends_unseen() -> None:
 
 
 ENDS_ANYWAY = {"frontend/app.py": 1, "frontend/model/run.py": 1, "process/life.py": 1}
-"""file -> how many handlers of any error are the last thing that their task does"""
+"""file -> how many handlers of any error end their task"""
 
 
 def keeps_any_error(path: Path) -> int:
@@ -295,13 +295,13 @@ def keeps_any_error(path: Path) -> int:
 
 
 def test_no_handler_keeps_a_cancellation_or_the_death_of_an_engine() -> None:
-    """Any error may have taken the place of the one or hold the other: a group, or one raised in a `finally`."""
+    """An error in a `finally` may replace a cancellation, and a group may contain the death of an engine."""
     found = {name(path): keeps_any_error(path) for path in SOURCES if name(path) != "runtime/tasks.py"}
     assert {path: count for path, count in found.items() if count} == ENDS_ANYWAY
 
 
-def test_no_exception_is_asked_whether_it_is_true() -> None:
-    """It always is, also one without a text: `error or "it took too long"` never says that. See `error_text`."""
+def test_no_exception_is_used_as_a_boolean() -> None:
+    """Each is true, also without a text: `error or "it took too long"` is never the text. See `error_text`."""
     found = []
     for path in (*SOURCES, *BENCH):
         for handler in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler)):
@@ -364,18 +364,18 @@ def test_every_target_of_the_makefile_is_explained() -> None:
 
 READING = ROOT / "docs/reading.md"
 READING_LIMIT = 2700
-"""lines: what a reader takes in in an evening"""
+"""lines that one can read in an evening"""
 
 
 def _reading_list() -> dict[Path, tuple[int, int]]:
-    """File -> its lines to read, as the page states them and as they are."""
+    """File -> number of lines to read: as the page states it, and as counted."""
     rows = re.findall(r"^\| \d+ \| \[.*?\]\((.*?)\) \| (.*?) \| (\d+) \|", READING.read_text(), re.M)
     paths = [((READING.parent / target).resolve(), read, int(stated)) for target, read, stated in rows]
     return {path: (stated, _lines_to_read(path, read)) for path, read, stated in paths}
 
 
 def _lines_to_read(path: Path, read: str) -> int:
-    """`all`, or the docstring and the functions and classes named in backticks. Raises KeyError for an unknown name."""
+    """Count `all`, or the docstring and the functions and classes in backticks. Raises KeyError for an unknown name."""
     if read == "all":
         return len(path.read_text().splitlines())
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -384,7 +384,7 @@ def _lines_to_read(path: Path, read: str) -> int:
     return sum((part.end_lineno or 0) - part.lineno + 1 for part in parts)
 
 
-def test_the_reading_list_is_an_evening() -> None:
+def test_the_reading_list_takes_an_evening() -> None:
     sizes = _reading_list()
     assert len(sizes) > 10
     assert sum(lines for _, lines in sizes.values()) <= READING_LIMIT
@@ -397,7 +397,7 @@ def test_every_file_has_its_place_on_the_reading_page() -> None:
 
 
 def test_the_reading_list_states_sizes() -> None:
-    """To within a tenth or three lines, so that not every commit has to touch it."""
+    """To within a tenth or three lines, so that few commits have to change the page."""
     found = {name(path): sizes for path, sizes in _reading_list().items()}
     wrong = {file: sizes for file, sizes in found.items() if abs(sizes[0] - sizes[1]) > max(3, sizes[1] / 10)}
     assert wrong == {}
@@ -415,7 +415,7 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
-# ── the ratchet: a room may shrink without a word, and grow with one ──────────────────────────────────────────────
+# ── limits of size: a room may shrink silently, and grow with a reason ──────────────────────────────────────────────
 
 ROOMS = {
     "both": 200,
@@ -442,12 +442,12 @@ ROOMS = {
 }
 """lines of each room of the package: its size of 2026-11-28 and 5 %, reviewed when a room passes its limit"""
 BESIDE = {"benchmarks": 11500, "tests": 40200, "tools": 2400}
-"""lines of what is beside it"""
+"""lines of the folders beside it"""
 WORDS, RECORD = 22000, 250
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
-    "the limit here, and say in its decision record what it is worth to its user and what went for it."
+    "the limit here, and say in its decision record what it is worth to its user and what was taken out for it."
 )
 
 
@@ -456,7 +456,7 @@ def _lines(paths: Iterable[Path]) -> int:
 
 
 def _words(path: Path) -> int:
-    """Without the bars and rules of tables."""
+    """Number of words without the bars and rules of tables."""
     return sum(bool(word.strip("|-")) for word in path.read_text().split())
 
 

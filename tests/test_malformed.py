@@ -1,5 +1,5 @@
-"""Messages that cannot be read, on every port and subject, are logged and skipped, and everything goes on. Those on
-streams: `tests/stream/test_tcp.py`."""
+"""Messages that cannot be read, on every port and subject, are logged and skipped, without further effect. On streams:
+`tests/stream/test_tcp.py`."""
 
 import asyncio
 
@@ -70,12 +70,12 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
         for queue in (decode, prefill):
             await queue._connection.subscribe()
             await queue._connection.client().flush()
-            await queue._connection.client().flush()  # now the server knows what is listened to
+            await queue._connection.client().flush()  # now the server has the subscriptions
         for garbage in GARBAGE:
             for subject in (names.requests, names.state, names.notices, names.answers("decode-0")):
                 await client.publish(subject, garbage)
         await client.flush()
-        await client.flush()  # the first one overtakes what is not written yet
+        await client.flush()  # the first PING overtakes buffered messages
         await publish(decode, "a")
         pulled = await prefill.pull(1, 30)
         assert ids(pulled) == ["a"]

@@ -1,4 +1,4 @@
-"""docs/security.md: its limits are those of the configuration, and the tests that it names are there."""
+"""docs/security.md states the limits of the configuration and names tests that exist."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs/security.md").read_text()
 
 
 def limits() -> Iterator[tuple[str, str, Any]]:
-    """Of each limit that has keys: what the page says is the default, a key, and its default."""
+    """Yield of each limit's keys: the page's default, the key, the configuration's default."""
     table = PAGE.split("## Limits")[1].split("\n## ")[0]
     for row in re.findall(r"^\| (?!limit|-)(.+) \|$", table, re.M):
         _, said, keys, _, test = (cell.strip() for cell in row.split("|"))
@@ -38,7 +38,7 @@ def test_a_limit_is_what_the_configuration_says(said: str, key: str, default: fl
     assert set(re.split("; |, at most |, ", said)) & _words(default), f"{key} is {default:g}"
 
 
-def test_the_tests_that_it_names_are_there() -> None:
+def test_the_tests_that_the_page_names_exist() -> None:
     files = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"(?:tests/[\w/]+/)?(test_\w+\.py)", PAGE)
     assert len(named) > 15

@@ -1,5 +1,5 @@
-"""`pdserve serve` as a user runs it, with simulated engines: real processes, real NATS and etcd, no model. And what API
-keys do where two frontends share the port."""
+"""`pdserve serve` as a user runs it, with simulated engines: real processes, real NATS and etcd, no model. Also API
+keys with two frontends on one port."""
 
 import json
 import os
@@ -39,7 +39,7 @@ ALICE, BOB, CAROL = (re.findall("sk-[^,}]+", key)[0] for key in KEYS.values())
 
 
 class KeyedServe(Serve):
-    """With keys in a file; each request is on a connection of its own, which comes to any of the frontends."""
+    """With API keys in a file. Each request has a new connection, which reaches any of the frontends."""
 
     def write_keys(self, *names: str) -> None:
         fresh = self.folder / "keys.new"
@@ -52,7 +52,7 @@ class KeyedServe(Serve):
         return httpx.post(f"{self.url}/v1/completions", json=body, headers=bearer(key), timeout=60)
 
     def frontends(self) -> set[str]:
-        """That answer on the port."""
+        """The frontends that answer on the port."""
         return {self.health()["frontend"] for _ in range(20)}
 
 
@@ -62,8 +62,8 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServe]:
-    """Two frontends, two decode workers, a prefill worker, each role with a clock of its own. Stopped as by
-    Ctrl-C: exit 0, and nothing is left."""
+    """Two frontends, two decode workers, a prefill worker, each role with another clock. Ctrl-C ends it with
+    exit code 0, and nothing is left."""
     port = free_port("127.0.0.1")
     yaml = (FRONTENDS + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
     serve = KeyedServe(tmp_path_factory.mktemp("graph"), yaml, port=port, headers=bearer(BOB))
@@ -116,9 +116,9 @@ def test_status_lists_all_instances(graph: KeyedServe) -> None:
     assert re.search(r"model +demo, 2 decode workers", table)
 
 
-def test_nothing_listens_but_what_is_known(graph: KeyedServe) -> None:
-    """And on the loopback device alone, where the file says nothing else. See docs/security.md. Another user of the
-    machine reads nothing on the disk, either."""
+def test_only_known_ports_listen(graph: KeyedServe) -> None:
+    """They listen on loopback only, because the file names no other host (docs/security.md). Other users of the machine
+    can read nothing on the disk, either."""
     assert listeners(graph) == {
         ("frontend", "HTTP"): 2,
         ("frontend", "pages"): 2,
@@ -165,8 +165,8 @@ def test_a_setting_reaches_the_workers(graph: KeyedServe) -> None:
 def test_live_settings_are_of_one_file_and_each_way_to_stop_leaves_nothing(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """They stay when it is served again, and say so; another file on the same state directory begins without them.
-    Stopped by Ctrl-C on a terminal; by closing the terminal; as a service. Logs may be JSON."""
+    """Settings stay when their file is served again, and are printed; another file in the same state directory begins
+    without them. Stopped by Ctrl-C, by closing the terminal, and by SIGINT. Logs may be JSON."""
     with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         assert "starting decode-0, prefill-0 (Ctrl-C stops)" in terminal.text
@@ -207,7 +207,7 @@ def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: KeyedSer
 def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_the_first_start(
     graph: KeyedServe,
 ) -> None:
-    """Whatever the file says by then."""
+    """Even if the file was changed meanwhile."""
     before = {instance["id"]: instance["pid"] for instance in _instances(graph)}
     victim = next(name for name in before if name.startswith("decode-0"))
     file = graph.file.read_text()
@@ -239,7 +239,7 @@ def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_
 
 
 def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: KeyedServe) -> None:
-    """With their live settings, though etcd starts empty."""
+    """Live settings survive, although etcd starts empty."""
     assert graph.pdserve("set", "policy=adaptive").returncode == 0
     processes = graph.processes()
     pids = {name: next(each.pid for each in processes if name in each.name()) for name in ("nats", "etcd")}
@@ -268,11 +268,11 @@ def test_a_second_graph_on_the_same_port_is_refused(graph: KeyedServe, tmp_path:
 
 
 def test_a_real_prometheus_finds_something_for_each_panel(graph: KeyedServe, tmp_path: Path) -> None:
-    """Also of what goes wrong: the prefill worker hangs."""
+    """Also for panels of failures: the prefill worker hangs."""
     numbers = count()
 
     def prefilled() -> str:
-        """Where a prompt that no cache has was prefilled."""
+        """Send an uncached prompt; return where it was prefilled."""
         return graph.chat(f"{next(numbers)} and {LONG}")[0].headers["x-pdserve-prefill"]
 
     def without() -> list[tuple[str, str]]:
@@ -320,8 +320,8 @@ def _instances(graph: KeyedServe) -> list[dict[str, Any]]:
     return found
 
 
-def test_both_frontends_together_give_the_rate_of_a_limit(graph: KeyedServe) -> None:
-    """Each has a minute's worth at first, and one more every 4 seconds."""
+def test_both_frontends_together_enforce_a_rate_limit(graph: KeyedServe) -> None:
+    """Each accepts a minute's requests at first, then one every 4 seconds."""
     started, taken, refused = time.monotonic(), 0, list[httpx.Response]()
     while len(refused) < 10:
         answer = graph.complete(ALICE)
@@ -333,9 +333,9 @@ def test_both_frontends_together_give_the_rate_of_a_limit(graph: KeyedServe) -> 
     assert refused[-1].headers["x-ratelimit-remaining-requests"] == "0"
 
 
-def test_a_key_that_is_taken_away_works_no_more_and_its_requests_end_well(graph: KeyedServe) -> None:
+def test_a_removed_key_is_refused_and_its_running_requests_finish(graph: KeyedServe) -> None:
     def codes() -> set[int]:
-        """Of eight requests: both frontends have answered, but for 1 time in 128."""
+        """The codes of eight requests, which miss a frontend 1 time in 128."""
         return {graph.complete(CAROL).status_code for _ in range(8)}
 
     body = {"model": "demo", "prompt": "Hi", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -347,7 +347,7 @@ def test_a_key_that_is_taken_away_works_no_more_and_its_requests_end_well(graph:
     assert graph.complete(BOB).status_code == 200
 
 
-def test_keys_are_nowhere_but_in_their_file(graph: KeyedServe) -> None:
+def test_keys_appear_only_in_their_file(graph: KeyedServe) -> None:
     graph.complete(BOB)
     until(lambda: "key=bob" in graph.text, graph)
     pages = [httpx.get(f"{graph.url}/{page}", timeout=30).text for page in ("health", "metrics")]
@@ -359,7 +359,7 @@ def test_keys_are_nowhere_but_in_their_file(graph: KeyedServe) -> None:
 
 
 def test_ctrl_c_while_it_starts(serve: Serve) -> None:
-    """Also while an engine loads in a thread that cannot be stopped. Nothing waits for that, nor for a drain."""
+    """An engine loads in a thread that cannot be stopped. The stop waits neither for it nor for a drain."""
     _simulate(serve, "load-seconds: 90")
     serve.file.write_text(serve.file.read_text().replace("drain-timeout: 5", "drain-timeout: 90"))
     process = serve.start()
@@ -387,7 +387,7 @@ def _simulate(serve: Serve, speeds: str) -> None:
 
 
 def _handles_signals(process: psutil.Process) -> bool:
-    """Whether it is a role that runs: the handler for a dead supervisor is its last."""
+    """Whether the process is a role with its last handler set, that for a dead supervisor."""
     try:
         caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
         return process.cmdline()[3] in list(Role) and bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)

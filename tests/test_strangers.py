@@ -26,7 +26,7 @@ ASKED = {
     EmbeddedNats: (b'CONNECT {"verbose":false}\r\nPING\r\n', b"PONG"),
     EmbeddedEtcd: (b"GET /health HTTP/1.0\r\n\r\n", b'"health":"true"'),
 }
-"""what a member of the graph sends, and what is in the answer"""
+"""server -> request of a member of the graph, part of the answer"""
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ async def told(port: int, question: bytes, tls: ssl.SSLContext | None) -> bytes:
 async def test_no_port_reveals_anything_without_credentials(
     server: EmbeddedServer, other: Credentials, credentials: Credentials
 ) -> None:
-    """Those for peers included."""
+    """Including the ports for peers."""
     listening = [
         end.laddr
         for end in psutil.Process(pid_of(server)).net_connections("tcp")
@@ -80,7 +80,7 @@ async def test_no_port_reveals_anything_without_credentials(
         *(told(address.port, question, stranger) for address in listening for stranger in strangers)
     )
     for answer in answers:
-        # NATS says what it is before TLS; all of them may complain
+        # NATS describes itself before TLS; all may send errors
         lines = [line for line in answer.splitlines() if not line.startswith((b"INFO ", b"-ERR "))]
         assert lines in (
             [],
@@ -94,7 +94,7 @@ async def test_no_port_reveals_anything_without_credentials(
 async def test_no_prompt_goes_to_a_nats_without_tls(
     tmp_path: Path, credentials: Credentials, nats_url: str
 ) -> None:
-    """As when another user of this machine has taken the port of a server that is down."""
+    """Another user of this machine may have taken the port of a server that is down."""
     with pytest.raises(ConfigError, match=r"has no TLS, but Security\.credentials is set"):
         async with connect(nats_url, "ns", "m", credentials):
             pass

@@ -8,8 +8,8 @@ import uvloop
 
 
 class Loop(uvloop.Loop):
-    """While uvloop waits, the exception by which pytest-timeout's signal handler ends a test counts as that of any
-    callback: it is logged, and the wait goes on. This loop cancels the test then."""
+    """While uvloop waits, it only logs the exception by which pytest-timeout's signal handler ends a test, like that of
+    any callback, and goes on waiting. This loop cancels the test."""
 
     def __init__(self) -> None:
         super().__init__()

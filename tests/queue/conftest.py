@@ -17,7 +17,7 @@ ACK_WAIT, BOUND, MAX_DELIVER = 1.0, 50, 3
 
 
 class Queues:
-    """Makes queues as different processes would, and entered."""
+    """Makes and enters queues; each stands for a process."""
 
     def __init__(self, make: Callable[[str], PrefillQueue]) -> None:
         self._make = make
@@ -37,7 +37,7 @@ class Queues:
 
 
 class Outage:
-    """Queues whose server can be taken away."""
+    """Queues whose server can be stopped."""
 
     queues: Queues
 
@@ -63,7 +63,7 @@ def _broker() -> MemoryBroker:
 
 @pytest.fixture(params=["memory", "nats"])
 def url(request: pytest.FixtureRequest) -> str | None:
-    """None for the in-memory queue, which then needs no server to be started."""
+    """None for the in-memory queue, so that no server starts."""
     found: str | None = request.getfixturevalue("nats_url") if request.param == "nats" else None
     return found
 
@@ -87,7 +87,7 @@ class _MemoryOutage(Outage):
 
 
 class NatsOutage(Outage):
-    """With TLS, as in most graphs; the server that all tests share is without."""
+    """With TLS, as in most graphs; the NATS that all tests share has none."""
 
     def __init__(self, state_dir: Path, credentials: Credentials) -> None:
         self.server = nats_server(state_dir, credentials=credentials)

@@ -1,4 +1,4 @@
-"""A NATS cluster of three servers loses one. (`tests/chaos/test_clusters.py` has two.)"""
+"""A NATS cluster of three servers loses one. (`tests/chaos/test_clusters.py` loses two.)"""
 
 import asyncio
 import json
@@ -28,11 +28,11 @@ class NatsCluster:
         self.credentials = credentials
 
     def queues(self) -> Queues:
-        """With an `ack_wait` above the seconds that a cluster takes to choose another leader."""
+        """Return queues with an `ack_wait` longer than a cluster's election of a leader."""
         return nats_queues(addresses(self.members), "ns", self.credentials, ack_wait=15.0)
 
     async def ask(self, queue: PrefillQueue, what: str) -> dict[str, object]:
-        """What the cluster says of the queue's stream, by one of the servers that live."""
+        """Ask a running server for the state of the queue's stream or consumer."""
         assert isinstance(queue, JetStreamQueue)
         subject = f"$JS.API.{what}.INFO.{queue._names.stream}" + f".{CONSUMER}" * (what == "CONSUMER")
         for member in self.members:
@@ -54,13 +54,13 @@ class NatsCluster:
         return int(config["num_replicas"]) if isinstance(config, dict) else 0
 
     async def whole(self, queue: PrefillQueue) -> bool:
-        """All servers have what is in the queue."""
+        """Whether all servers have all of the queue."""
         found = [(await self.ask(queue, what)).get("cluster") for what in ("STREAM", "CONSUMER")]
         replicas = [each.get("replicas", []) for each in found if isinstance(each, dict)]
         return [[each["current"] for each in some] for some in replicas] == 2 * [[True, True]]
 
     async def empty(self, queue: PrefillQueue) -> bool:
-        """All that was stored is acked."""
+        """Whether all stored requests are acked."""
         state = (await self.ask(queue, "STREAM")).get("state")
         return isinstance(state, dict) and state["messages"] == 0
 
@@ -72,7 +72,7 @@ async def nats_cluster(tmp_path: Path, credentials: Credentials) -> AsyncIterato
 
 
 async def stored(queue: PrefillQueue, name: str) -> str:
-    """Return the id under which it was stored. What failed is withdrawn: it has another one."""
+    """Store a request; return its id. A failed try is withdrawn; the next has another id."""
     for number in count():
         with suppress(QueueUnavailable):
             await publish(queue, f"{name} {number}")
@@ -82,7 +82,7 @@ async def stored(queue: PrefillQueue, name: str) -> str:
 
 
 async def pulled(queue: PrefillQueue) -> Delivery:
-    """One request, however often the pulls fail."""
+    """Pull one request; retry after failures."""
     while True:
         with suppress(QueueUnavailable):
             for delivery in await queue.pull(1, 5):
@@ -92,7 +92,7 @@ async def pulled(queue: PrefillQueue) -> Delivery:
 
 @pytest.mark.timeout(300)
 async def test_the_loss_of_a_leader_loses_no_request(nats_cluster: NatsCluster) -> None:
-    """Of the stream, or of its consumer; killed or hung. What was queued stays, and acks of that time arrive."""
+    """The stream's leader is killed, the consumer's hangs. Queued requests stay; acks sent meanwhile arrive."""
     async with nats_cluster.queues() as queues:
         decode, prefill = await queues(), await queues()
         for what, harm in (("STREAM", killed), ("CONSUMER", hung)):

@@ -28,7 +28,7 @@ async def test_each_request_is_delivered_unchanged_to_one_worker_in_order(queues
 
 
 async def test_a_warm_up_bypasses_the_queue_to_its_worker(queues: Queues) -> None:
-    """Though it is not read yet: of two that start at the same time, one asks the other at once."""
+    """Also before the worker reads it: of two workers that start together, one asks the other at once."""
     decode, prefill, other = await queues(), await queues(), await queues("another model")
     await other.expect_warm_ups("prefill-0")
     not_coming = asyncio.ensure_future(anext(other.warm_ups("prefill-0")))
@@ -52,11 +52,11 @@ async def test_a_worker_listens_until_it_leaves(queues: Queues, url: str | None,
     assert await decode.listens("prefill-0-a")
     assert not await decode.listens("prefill-1-b")
     await decode.warm_up("prefill-0-a", request("warm"))
-    assert (await anext(warm_ups)).request_id == "warm", "what was asked is no warm-up"
+    assert (await anext(warm_ups)).request_id == "warm", "a question is no warm-up"
     await prefill.__aexit__(None, None, None)
 
     async def gone() -> bool:
-        with suppress(TimeoutError):  # it was about to leave
+        with suppress(TimeoutError):  # the worker was leaving
             return not await decode.listens("prefill-0-a")
         return False
 
@@ -131,13 +131,13 @@ async def test_a_request_that_is_given_back_is_redelivered_at_once(queues: Queue
 
 
 async def test_an_abandoned_pull_keeps_no_request(queues: Queues) -> None:
-    """Neither what comes after it, nor what comes at the same time."""
+    """Neither a later request, nor one that comes at the same time."""
     decode, leaving, other = await queues(), await queues(), await queues()
     for number in range(10):
         pulling = asyncio.create_task(leaving.pull(1, 30))
         await asyncio.wait({pulling}, timeout=0.02)
         if number % 2:
-            await publish(decode, str(number))  # it is on its way to the one that pulls, or there
+            await publish(decode, str(number))  # the request is on its way to `leaving`, or there
         pulling.cancel()
         await asyncio.wait({pulling})
         if not number % 2:
@@ -206,7 +206,7 @@ async def test_depth_is_known_without_asking(queues: Queues) -> None:
 
 
 async def test_requests_past_their_deadline_do_not_count_though_no_worker_pulls(queues: Queues) -> None:
-    """As where all prefill workers are gone: those of decode workers that are gone, too, which withdraw nothing."""
+    """Nor do requests of a lost decode worker, which withdraws nothing."""
     gone, decode, prefill = await queues(), await queues(), await queues()
     for name in ("a", "b"):
         await gone.publish(request(name, deadline=1.0))

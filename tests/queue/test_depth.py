@@ -22,13 +22,13 @@ def published(*sequences: int) -> QueueDepth:
         (
             published(1, 2, 3).reported(QueueState(3, 0)).reported(QueueState(1, 2)),
             0,
-        ),  # a redelivery, or late
+        ),  # a redelivery, or a late report
         (published(1, 2, 3).reported(QueueState(3, 0)).published(4), 1),
         (
             published(1, 2, 3).reported(QueueState(2, 1)).reported(QueueState(2, 4)),
             4,
         ),  # redelivered, with newer pending
-        (published(9), 9),  # what was before is not known: the worst case
+        (published(9), 9),  # earlier requests are unknown: the worst case
     ],
 )
 def test_depth_without_asking_the_server(depth: QueueDepth, value: int) -> None:

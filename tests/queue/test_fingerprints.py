@@ -21,7 +21,7 @@ async def test_queues_of_different_fingerprints_share_nothing(queues: Queues) ->
 
 
 @pytest.mark.parametrize(
-    ("after", "fate"), [(0.0, "removed"), (3600.0, "kept")], ids=["for long", "a moment ago"]
+    ("after", "fate"), [(0.0, "removed"), (3600.0, "kept")], ids=["unused for long", "used just now"]
 )
 async def test_unused_streams_are_removed(nats_url: str, namespace: str, after: float, fate: str) -> None:
     def queue(loaded: str, model: str = "m") -> JetStreamQueue:
@@ -46,9 +46,9 @@ async def test_unused_streams_are_removed(nats_url: str, namespace: str, after: 
     names = {stream.config.name for stream in await client.jetstream().streams_info()}
     await client.close()
 
-    def there(loaded: str, model: str = "m") -> bool:
+    def exists(loaded: str, model: str = "m") -> bool:
         return QueueNames(namespace, model, loaded).stream in names
 
-    assert there("gone") == (fate == "kept")
-    assert all(map(there, ("with requests", "pulled from", "new")))
-    assert there("x", "n"), "another model's"
+    assert exists("gone") == (fate == "kept")
+    assert all(map(exists, ("with requests", "pulled from", "new")))
+    assert exists("x", "n"), "another model's stream"

@@ -24,7 +24,7 @@ async def test_a_prompt_of_more_than_a_megabyte(nats_url: str, namespace: str) -
 
 
 async def test_large_prompts_are_bounded_together(nats_url: str, namespace: str) -> None:
-    """They lie in the server's memory."""
+    """Queued prompts take the server's memory."""
     async with JetStreamQueue(nats_url, namespace, "m", StreamLimits(max_bytes=1 << 20)) as queue:
         for number in range(2):
             await queue.publish(request(f"large-{number}", prompt=100_000))

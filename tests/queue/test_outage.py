@@ -61,7 +61,7 @@ async def test_a_queue_works_again_after_an_outage(outage: Outage, lose_data: bo
 
 
 async def test_an_ack_from_before_a_data_loss_acks_no_later_request(nats_outage: NatsOutage) -> None:
-    """Both have the same number in the server's stream, which is a new one."""
+    """Both have the same number, because the server's stream is new."""
     decode, first, other = [await nats_outage.queues() for _ in range(3)]
     await publish(decode, "old")
     (held,) = await first.pull(1, 1)
@@ -126,7 +126,7 @@ async def test_a_hung_server(nats_outage: NatsOutage, monkeypatch: pytest.Monkey
     pulled: list[str] = []
     while "new" not in pulled:
         pulled += ids(await prefill.pull(5, 1))
-    # the first one reached the server's socket before it hung, so it may come; what was refused at once must not
+    # "unsure" reached the hung server's socket, so it may come; what was refused at once must not
     assert "at once" not in pulled
 
 
@@ -148,7 +148,7 @@ async def test_a_call_to_a_hung_server_can_be_cancelled(nats_outage: NatsOutage)
 async def test_a_request_published_after_the_stream_was_deleted_is_stored(
     nats_url: str, namespace: str
 ) -> None:
-    """It is made anew at once, not when it is looked at again."""
+    """The stream is recreated at once, not at the next check."""
     async with connect(nats_url, namespace, "m") as decode, connect(nats_url, namespace, "m") as prefill:
         for name in ("a", "b", "c"):
             await publish(decode, name)
@@ -187,7 +187,7 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
 
 
 async def test_a_late_pong_does_not_end_reading(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """As after a stall of this process or of the server."""
+    """A pong is late after a stall of this process or of the server."""
     inbox = SubjectMessages("pdserve.test.late")
     async with NatsConnection(nats_url, None, "nothing happens") as connected:
         client = connected.client()

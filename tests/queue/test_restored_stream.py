@@ -27,7 +27,7 @@ _numbers = count()
 
 @asynccontextmanager
 async def by_hand(url: str, namespace: str) -> AsyncIterator[tuple[JetStreamContext, str]]:
-    """JetStream, and the name of the namespace's one stream."""
+    """Yield JetStream and the name of the namespace's only stream."""
     client = await nats.connect(url)
     try:
         js = client.jetstream()
@@ -55,7 +55,7 @@ async def deleted(js: JetStreamContext, config: StreamConfig) -> None:
 
 
 async def goes_on(decode: PrefillQueue, prefill: PrefillQueue) -> bool:
-    """Whether a request crosses the queue. One that is stored as the stream is made anew is lost."""
+    """Whether a request passes the queue. One stored while the stream is recreated is lost."""
     name = f"r{next(_numbers)}"
     try:
         await publish(decode, name)
@@ -95,7 +95,7 @@ async def goes_on(decode: PrefillQueue, prefill: PrefillQueue) -> bool:
 async def test_a_changed_stream_is_restored(
     nats_url: str, namespace: str, change: Change, description: str | None
 ) -> None:
-    """What an administrator has set beside it is kept."""
+    """An administrator's description of the stream is kept."""
     async with nats_queues(nats_url, namespace) as queues:
         decode, prefill = await queues(), await queues()
         assert await goes_on(decode, prefill)

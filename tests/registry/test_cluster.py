@@ -1,4 +1,4 @@
-"""An etcd of three members loses one, and two."""
+"""An etcd cluster of three members loses one member, then two."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ class EtcdCluster:
 
     @asynccontextmanager
     async def isolated(self, member: EmbeddedServer) -> AsyncIterator[None]:
-        """Without a packet from or to the other members; its clients reach it."""
+        """Cut a member off from the other members; clients still reach it."""
         others = [pid_of(each) for each in self.members if each is not member]
         async with AsyncExitStack() as stack:
             for port in self.members[0].peers:
@@ -48,8 +48,8 @@ async def etcds(tmp_path: Path, credentials: Credentials) -> AsyncIterator[EtcdC
 
 
 async def test_lost_members_of_a_cluster(etcds: EtcdCluster) -> None:
-    """One, which is killed, hung, or out of reach of the others: leases and watches go on at another member. Then the
-    majority, which comes back."""
+    """A member is killed, hangs, or is isolated: leases and watches continue at another. Then the majority is killed
+    and comes back."""
     async with etcds.registry() as first, etcds.registry() as other, following(other) as seen:
         await first.put("a", b"0")
         lease, expected = first._lease, {"a": b"0"}

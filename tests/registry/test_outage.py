@@ -54,9 +54,9 @@ async def test_an_outage(outage: Outage, lose_data: bool, monkeypatch: pytest.Mo
         await outage.up(lose_data=lose_data)
         expected = {"kept": b"1", "changed": b"3", "new": b"1"}
         await seen.until(expected)
-        await until(lambda: first.connected)  # others may see its last write before it has its answer
+        await until(lambda: first.connected)  # others may see its last write before its answer arrives
         assert await other.read("") == expected
-        assert Change("kept", None) not in seen.changes  # nobody who lived was ever seen to vanish
+        assert Change("kept", None) not in seen.changes  # no kept key was seen to vanish
         assert await other.create("created", b"3")
 
 
@@ -104,8 +104,8 @@ async def test_a_value_that_etcd_refuses_for_a_while_is_written_later(
     assert said == [f"etcd refused {key}: {reason}; retrying" for reason in ("too many requests", "full")]
 
 
-async def test_a_revoked_lease_is_taken_anew(shared: SharedEtcd) -> None:
-    """A created key that was lost with it may be created by another process meanwhile."""
+async def test_a_revoked_lease_is_replaced(shared: SharedEtcd) -> None:
+    """Another process may meanwhile create a key that was lost with the lease."""
     async with shared.registry() as first, shared.registry() as other, following(other) as seen:
         await first.put("kept", b"1")
         assert await first.create("a", b"1")
@@ -131,7 +131,7 @@ async def test_a_key_that_another_client_writes_without_its_lease_is_leased_agai
         await first.put("a", b"1")
         await seen.until({"a": b"1"})
         await other.put("a", b"1", leased=False)
-        await until(lambda: len(seen.changes) == 3)  # the third one is the first process's
+        await until(lambda: len(seen.changes) == 3)  # the third change is the first process's
         await first.__aexit__(None, None, None)
         await seen.until({})
 
@@ -168,14 +168,14 @@ async def test_a_process_keeps_its_keys_and_vanishes_with_its_lease_when_it_is_k
         )
         await seen.until({"a": b"1"})
         await asyncio.sleep(TTL + 1)
-        assert seen.state == {"a": b"1"}  # it is kept alive as long as the process lives
+        assert seen.state == {"a": b"1"}  # the lease is kept alive while the process lives
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
         await seen.until({})
 
 
 async def test_a_hung_server(etcd_stage: EtcdStage) -> None:
-    """A call that is given up leaves no created key; no process is seen to vanish; leaving may be cut short."""
+    """A cancelled call leaves no created key; no process is seen to vanish; leaving may be cancelled."""
     leaving = etcd_stage.registry()
     await leaving.__aenter__()
 
@@ -215,7 +215,7 @@ async def test_a_watch_survives_compaction(shared: SharedEtcd) -> None:
         revision = (await session.read(root, ""))[1]
         await session._client.compact(revision, physical=True)
         with pytest.raises(SessionLost, match="compacted"):
-            await anext(session.watch(root, [""], 2))  # as when the watch starts too long after the reading
+            await anext(session.watch(root, [""], 2))  # as if the watch began too long after the read
         assert first.connected
         await first.put("in/a", b"last")
         await seen.until({"in/a": b"last"})

@@ -38,7 +38,7 @@ async def test_the_view_follows_changes(stage: Stage) -> None:
 
 
 async def test_a_lost_worker_is_reported(stage: Stage) -> None:
-    """But none that said that it goes, and not when it is back."""
+    """But no worker that drained, and not after its return."""
     async with stage.registry() as registry, RegistryView(registry) as view:
         for instance in (DECODE, PREFILL, FRONTEND):
             await registry.put(keys.instance(instance), encode_record(instance))
@@ -53,7 +53,7 @@ async def test_a_lost_worker_is_reported(stage: Stage) -> None:
 
 
 async def test_a_lost_worker_is_reported_until_another_replaces_it() -> None:
-    """From another host, as a pod does; not by one that was there already and drains afterwards."""
+    """The other may be on another host, as a pod is. A worker that was registered before replaces none."""
     server = MemoryServer()
     workers = [replace(DECODE, id=f"decode-0-{name}", host=name) for name in "abc"]
 
@@ -118,5 +118,5 @@ async def test_a_restarted_watch_forgets_deleted_keys() -> None:
                 await writer.delete(key)
             await until(lambda: registry.watches == 2 and not any(seen()))
             assert [each.id for each in view.lost_workers()] == [DECODE.id], (
-                "what vanished meanwhile is missed"
+                "a worker that vanished meanwhile is lost"
             )

@@ -26,7 +26,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "LAST_PAUSE", 0.01)
 
 
-# the owner
+# owners of tasks
 
 
 async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +75,7 @@ async def test_work_until_done_ends_on_return_or_a_dead_engine() -> None:
 
 
 async def test_a_dead_engine_inside_an_exception_group_is_raised() -> None:
-    """Also where an error about one of many is kept apart."""
+    """Also inside `isolate_errors`."""
 
     async def dead() -> None:
         raise EngineDead("dead")
@@ -162,7 +162,7 @@ async def test_a_single_run_that_fails_is_reported(
         before = failures("work")
         stopped = owner.start(asyncio.sleep(60), "work", reported.append)
     assert stopped.cancelled()
-    assert (len(reported), failures("work")) == (1, before), "to be stopped is no failure"
+    assert (len(reported), failures("work")) == (1, before), "a stopped run is no failure"
     assert "work failed" in caplog.text
 
 
@@ -185,7 +185,7 @@ async def test_dead_engines_and_cancellations_are_not_isolated(passes: BaseExcep
         raise passes
 
 
-# the seams
+# message handlers
 
 
 async def test_errors_in_nats_message_handlers_are_logged(

@@ -65,7 +65,7 @@ def test_only_the_owner_can_read_credentials(tmp_path: Path) -> None:
 def test_a_secret_of_kubernetes_is_read_by_its_group(
     tmp_path: Path, mode: int, group: int, loads: bool
 ) -> None:
-    """The kubelet writes it as root, for the group of the pod, behind links that it moves when the Secret changes."""
+    """The kubelet writes a Secret as root, for the pod's group, behind links that it replaces at changes."""
     written = make(tmp_path / "..2026_11_23").folder
     (tmp_path / "..data").symlink_to(written.name)
     for path in written.iterdir():
@@ -93,7 +93,7 @@ async def test_credentials_of_a_run_survive_a_corrected_clock(
 
 
 async def test_a_process_keeps_the_credentials_it_started_with(tmp_path: Path) -> None:
-    """New ones are for the processes that start after them: what runs goes on until then."""
+    """New credentials are for processes that start later; running processes continue with theirs."""
     credentials = make(tmp_path / "credentials")
     before = credentials.authority.read_bytes()
     async with greeter(credentials) as port:
@@ -110,10 +110,8 @@ def test_an_invalid_host_name_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-async def test_the_servers_start_as_the_command_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With messages as large as those of the servers that `serve` starts."""
+async def test_nats_starts_as_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its largest message is that of the servers that `serve` starts."""
     make_credentials(tmp_path / "secrets")
     text = capsys.readouterr().out.replace("\\\n", "")
     said = [line.split("  #")[0].strip() for line in text.splitlines()]

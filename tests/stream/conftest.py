@@ -48,7 +48,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine many TLS handshakes in one process take longer than a worker would be given."""
+    """Longer timeouts, because on a busy machine one process does many TLS handshakes slowly."""
     monkeypatch.setattr(tcp, "CONNECT_TIMEOUT", 60.0)
 
 

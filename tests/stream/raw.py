@@ -29,7 +29,7 @@ class Raw:
         assert await self.reader.readexactly(4 + len(GREETING)) == frame(GREETING)
 
     def stop_reading(self) -> None:
-        """As a process that is stopped."""
+        """Stop reading, like a hung process."""
         self.writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     async def closed(self, within: float = 20.0) -> bool:
@@ -56,11 +56,11 @@ async def raw(address: str, context: ssl.SSLContext | None = None) -> AsyncItera
 @dataclass
 class Relay:
     address: str
-    """which leads to a server"""
+    """of the relay"""
     cut: asyncio.Event
-    """once it is set nothing passes, and neither side is told"""
+    """once set, nothing passes, and neither side notices"""
     change: Callable[[bytes], bytes] = bytes
-    """what is done to each chunk"""
+    """applied to each chunk"""
 
 
 @asynccontextmanager

@@ -43,10 +43,10 @@ def test_everything_but_the_weights_arrives(folder: Path, tmp_path: Path) -> Non
     assert (there / "config.json").read_text() == "config.json"
 
 
-def test_a_power_cut_leaves_no_folder_whose_files_are_not_on_the_disk(
+def test_a_power_cut_leaves_no_incomplete_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be taken for the model for ever."""
+    """Such a folder would be used as the model for ever."""
     synced: list[list[Path]] = []
     monkeypatch.setattr(os, "sync", lambda: synced.append(list((tmp_path / "there").glob("*/config.json"))))
     there = unpack(pack_model(folder), tmp_path / "there")
@@ -65,7 +65,12 @@ def test_the_same_files_give_the_same_archive(folder: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [b"no tar", b"", tar_of(**{"../evil": b"x"}), tar_of(a=b"x" * 5000)[:60]],
-    ids=["no tar", "empty", "path outside", "broken off"],  # of their bytes each process would make others
+    ids=[
+        "no tar",
+        "empty",
+        "path outside",
+        "broken off",
+    ],  # ids from the bytes would differ between processes
 )
 def test_bad_archives_leave_nothing(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(Unavailable):

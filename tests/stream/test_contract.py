@@ -13,7 +13,7 @@ from tests.stream.conftest import Wire
 
 
 async def test_messages_keep_their_order_both_ways(wire: Wire) -> None:
-    """Also those that come before their delivery begins."""
+    """Also messages that come before their delivery begins."""
     taken: list[ToFrontend] = []
     async with wire.server() as server, wire.client(server.address, "frontend-0-a") as client:
         received = server.received()
@@ -35,7 +35,7 @@ async def test_messages_keep_their_order_both_ways(wire: Wire) -> None:
 
 
 async def test_a_message_over_the_bound_is_refused_before_it_is_sent(wire: Wire) -> None:
-    """The other side would end the connection."""
+    """Otherwise the other side would end the connection."""
     async with wire.server() as server, wire.client(server.address, "f") as client:
         at_server, at_client = server.received(), client.received()
         await client.send(Hello("1"))

@@ -24,7 +24,7 @@ from tests.tcp import tcp_server
 from tests.test_malformed import GARBAGE
 
 TLS = pytest.mark.parametrize("wire", ["tls"], indirect=True)
-"""for what takes seconds and does not depend on it"""
+"""for tests that take seconds and do not depend on TLS"""
 
 
 # networks
@@ -47,7 +47,7 @@ async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
         with pytest.raises(PeerGone):
             await anext(at_client)
         assert time.monotonic() - started > 0.5
-        assert (client.round_trip or 0) > 0.5, "so far"
+        assert (client.round_trip or 0) > 0.5, "waiting for the reply so far"
 
 
 def _flipped(chunk: bytes, at: int) -> bytes:
@@ -65,7 +65,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_a_damaged_frame_is_not_read(wire: Wire, damage: str) -> None:
-    """To the worker: the next message that fits is not read either, since one before it may be lost."""
+    """The worker reads the next intact message neither, because one before it may be lost."""
     async with wire.server() as server, relay(server.address) as way, wire.client(way.address, "f") as client:
         received = server.received()
         await client.send(Cancel(["first"]))
@@ -83,12 +83,12 @@ async def test_a_damaged_frame_is_not_read(wire: Wire, damage: str) -> None:
         with suppress(PeerGone):
             await client.send(Cancel(["third"]))
         if damage == "twice" and wire.credentials is None:
-            assert await anext(received) == ("f", Cancel(["second"])), "once"
+            assert await anext(received) == ("f", Cancel(["second"])), "read once"
         assert await anext(received) == ("f", None)
 
 
 async def test_a_worker_of_the_last_release_gets_no_checksums() -> None:
-    """It takes the whole greeting for a name."""
+    """Such a worker would read the whole greeting as a name."""
     said = frame(GREETING) + frame(encode(WorkerLoad(Load())))
     async with _saying(Wire(None), said) as address, TcpStreamClient(address, "f") as client:
         assert await anext(client.received()) == WorkerLoad(Load())
@@ -96,7 +96,7 @@ async def test_a_worker_of_the_last_release_gets_no_checksums() -> None:
 
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_silent_frontend_is_disconnected(wire: Wire) -> None:
-    """Also after another one has gone."""
+    """Also after another frontend has left."""
     async with wire.server(silence=0.3) as server:
         received = server.received()
         async with wire.raw(server.address) as gone:
@@ -128,10 +128,10 @@ async def test_neither_idling_nor_a_stall_of_the_process_ends_a_connection(wire:
 
 
 @TLS
-async def test_a_frontend_that_stops_reading_is_waited_for_and_then_gone(
+async def test_a_frontend_that_stops_reading_is_waited_for_and_then_disconnected(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With many senders at once, what is not sent stays within the bound."""
+    """With many senders at once, unsent bytes stay within the bound."""
     monkeypatch.setattr(framing, "MAX_UNSENT", 100_000)
     async with wire.server() as server, wire.raw(server.address) as slow:
         await slow.greet("f")
@@ -167,7 +167,7 @@ def _unsent(connection: FramedConnection) -> int:
 async def test_a_frontend_that_takes_a_burst_slowly_is_kept(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a worker takes the prompts that another one has lost."""
+    """Such a burst comes with the requests of a lost worker."""
     monkeypatch.setattr(framing, "MAX_UNSENT", 600_000)
     async with wire.server() as server, wire.raw(server.address) as slow:
         await slow.greet("slow")
@@ -217,7 +217,7 @@ async def test_a_worker_that_does_not_read_holds_its_frontends_back(
 async def test_an_undecodable_message_ends_the_workers_connection(
     wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kind of message that only a newer worker knows is skipped."""
+    """A type of message that only a newer worker knows is skipped."""
     async with wire.server() as server:
         at_server = server.received()
         waiting = asyncio.ensure_future(anext(at_server))
@@ -305,7 +305,7 @@ async def test_an_unfinished_greeting_times_out(wire: Wire, monkeypatch: pytest.
 async def test_a_flood_of_connections_leaves_the_worker_to_its_frontends(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest that has not greeted makes room."""
+    """The oldest connection without a greeting is closed for a new one."""
     monkeypatch.setattr(tcp, "MAX_UNGREETED", 20)
     begun = client_hello(wire.credentials) if wire.credentials else frame(GREETING + b" f")[:9]
     async with (
@@ -371,7 +371,7 @@ async def _saying(wire: Wire, answer: bytes) -> AsyncIterator[str]:
 async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
     wire: Wire, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer with a name is a client's greeting: it has connected to itself."""
+    """A greeting with a name is a client's: the client has connected to itself."""
     monkeypatch.setattr(tcp, "CONNECT_TIMEOUT", 0.5)
     async with _saying(wire, answer) as address:
         with pytest.raises(PeerGone):
@@ -379,7 +379,7 @@ async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
                 pass
 
 
-# what is left
+# leaving
 
 
 async def test_a_process_whose_tasks_are_cancelled_leaves_nothing(wire: Wire) -> None:
@@ -411,7 +411,7 @@ async def test_a_process_whose_tasks_are_cancelled_leaves_nothing(wire: Wire) ->
 
 
 async def test_connections_that_come_while_a_worker_leaves_are_closed(wire: Wire) -> None:
-    """Accepted already: its frontend would wait for heartbeats."""
+    """Otherwise frontends that the kernel accepted would wait for heartbeats."""
     for turns in range(8):
         async with wire.server() as server:
             port = int(server.address.rpartition(":")[2])

@@ -55,7 +55,7 @@ async def test_a_frontend_of_no_or_another_graph_is_refused(
 async def test_a_worker_of_another_graph_gets_nothing(
     credentials: Credentials, strangers: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its address may stand in etcd, or a port has been given to another process since."""
+    """Its address may be in etcd, or it may have got the port of an earlier worker."""
     async with TcpStreamServer(HOST, strangers) as server:
         with pytest.raises(PeerGone):
             async with TcpStreamClient(server.address, "f", credentials):
@@ -69,7 +69,7 @@ async def test_a_worker_of_another_graph_gets_nothing(
 async def test_plain_and_tls_ends_refuse_each_other(
     credentials: Credentials, server_has: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not by the address, and not where the address is wrong."""
+    """By the address, and also if the address is wrong."""
     caplog.set_level("INFO")
     of_server, of_client = (credentials, None) if server_has else (None, credentials)
     async with TcpStreamServer(HOST, of_server) as server:
@@ -112,7 +112,7 @@ async def test_connections_that_do_not_finish_tls_are_ended(
 
 
 async def test_bytes_of_any_kind_end_only_their_connection(credentials: Credentials) -> None:
-    """Fixed seeds: random bytes, and handshakes of which bytes were changed, that were cut, or go on with nonsense."""
+    """Fixed seeds: random bytes, and handshakes with changed bytes or followed by random ones."""
     chance, hello = random.Random(0), client_hello(credentials)
     count = 300
     async with (
@@ -136,7 +136,7 @@ async def test_bytes_of_any_kind_end_only_their_connection(credentials: Credenti
 
 
 async def test_damaged_bytes_end_a_tls_connection(credentials: Credentials) -> None:
-    """Not one message is read from them."""
+    """No message is read from them."""
     async with (
         TcpStreamServer(HOST, credentials) as server,
         TcpStreamClient(server.address, "f", credentials) as client,
@@ -153,7 +153,7 @@ async def test_damaged_bytes_end_a_tls_connection(credentials: Credentials) -> N
 
 
 async def test_a_frontend_that_ends_tls_is_gone(credentials: Credentials) -> None:
-    """Though it leaves its connection open."""
+    """Even if it leaves its connection open."""
     context = credentials.client_context()
     received, unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(received, unsent)

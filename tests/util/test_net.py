@@ -19,8 +19,8 @@ def test_free_ports_are_below_the_ephemeral_ports(host: str) -> None:
 
 
 def test_no_port_is_given_twice_also_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs that start at the same time would else meet on a port on which none of them listens yet."""
-    first = 10000 + 12 * (os.getpid() % 400)  # where nothing else of ours looks
+    """Otherwise graphs that start together might choose one port, on which none of them listens yet."""
+    first = 10000 + 12 * (os.getpid() % 400)  # ports that no other test uses
     last = first + 11
     code = (
         "import sys; from pdserve.util import net; net._FIRST, net._LAST = map(int, sys.argv[1:]);"
