@@ -24,7 +24,7 @@ LONGEST = 1500
 POOL = 30
 """Prompts that a graph with real engines is asked repeatedly."""
 NEAR_TIES = 1
-"""Prompts of the pool whose output may depend on the batch in float32; with the demo model none does
+"""Tolerated prompts whose output depends on the batch in float32; with the demo model none does
 (docs/decisions/0005-float32-in-identity-tests.md)."""
 AT_ONCE = 8
 

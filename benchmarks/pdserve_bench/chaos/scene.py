@@ -25,7 +25,7 @@ class Fault:
     patient: bool = False
     """Requests wait for workers as long as recovery may take, without the usual timeout."""
     kills_decode: bool = False
-    """Decode workers die, and prefill workers keep the KV that these had not read until the KV lease ends
+    """Decode workers die. Until the KV lease ends, prefill workers keep the KV that these had not read
     (docs/decisions/0007-lost-answers.md)."""
     silent: bool = False
     """No packet reports the loss, so others notice it seconds later."""

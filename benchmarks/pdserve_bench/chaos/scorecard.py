@@ -99,7 +99,7 @@ def as_json(rows: Sequence[Row], complete: bool) -> str:
     return f'{{"good": {good}, "complete": {json.dumps(complete)}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-# how it looks
+# output
 
 
 def scorecard(rows: Sequence[Row]) -> Table:

@@ -162,7 +162,7 @@ class Comparison:
             entrant.problem = str(error)
 
     async def _final(self, measuring: Measuring, until: float) -> None:
-        """Search the finalists on; begin with the running one, so that the other starts only once."""
+        """Continue the finalists' searches, the running one first, so that the other starts only once."""
         finalists, control = self.finalists, measuring.unknown()
         turns = [(each, each.found) for each in finalists]
         turns += [(each, control) for each in finalists if each.candidate.aggregated]

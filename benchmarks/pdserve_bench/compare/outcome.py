@@ -104,7 +104,7 @@ def _next_step(comparison: Comparison, found: Recommendation, written: Path | No
         return f"Run it: {threads}{pdserve_command(f'serve -f {written}')}"
     if (candidate.shape.prefill, candidate.shape.decode) == comparison.maker.own_split:
         return f"Run it: {pdserve_command(f'serve -f {comparison.options.file}')}"
-    return f"Add --write FILE to have its file written, for {pdserve_command('serve -f FILE')}."
+    return f"Add --write FILE to write the file of that candidate, for {pdserve_command('serve -f FILE')}."
 
 
 def winning_file(comparison: Comparison, candidate: Candidate, found: Recommendation) -> str:

@@ -124,7 +124,7 @@ class Fuzzer:
         self._source = SOURCE_ADDRESS if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
         self._told = time.monotonic()
         self._statuses: dict[str, int] = {}
-        """By name of requests that were read to the end."""
+        """Status by name, of requests that were read to the end."""
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[JudgedLoad]:
@@ -246,8 +246,8 @@ class Fuzzer:
             self._found(growth)
 
     async def _burst(self, places: int) -> None:
-        """Send as many requests as the workers run at once; all must run at the same time. A leaked slot makes one wait
-        for another's end, every time. On a busy machine single bursts may start late, but not all of them."""
+        """Send as many requests as the workers run at once; all must run at the same time. A leaked slot makes a
+        request wait for another's end in each burst. On a busy machine single bursts may start late, but not all."""
         client = LoadClient(self.graph.url, self._headers)
         for _ in range(BURSTS):
             burst = [Exchange(completion(self.graph.model, [300 + n], BURST_OUTPUT)) for n in range(places)]

@@ -84,7 +84,7 @@ class Probe:
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to the first token, or of a wait over the bound. Refused and interrupted requests do not count."""
+        """Seconds until each first token, or of waits over the bound. Refused and interrupted requests do not count."""
         until = self.run.ended or time.monotonic()
         times = []
         for each in self.run.exchanges:
@@ -140,7 +140,7 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
 
 
 async def _watch_stalls(made: Probe) -> None:
-    """Wake every 10 ms and record the delay: it delays sends and arrival times as much."""
+    """Wake every 10 ms and record the delay, by which sends and arrival times are late too."""
     while True:
         due = time.monotonic() + _BEAT
         await asyncio.sleep(_BEAT)
@@ -212,7 +212,7 @@ class Canary:
         self._usual = min(times)
 
     async def until_idle(self) -> None:
-        """Raises Unavailable if the server stays busy."""
+        """Wait until the server is as fast as when idle. Raises Unavailable if it stays busy."""
         begin = time.monotonic()
         while True:
             exchange = await self._ask()

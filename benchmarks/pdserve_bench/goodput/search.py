@@ -156,7 +156,7 @@ class GoodputSearch:
 
     def _again(self, rate: float) -> float | None:
         """Return this rate if its samples are insufficient. A broken rate is probed twice, because a busy moment of the
-        machine can break a good rate, but cannot let a bad one be carried."""
+        machine can break a good rate, but cannot make a bad one carried."""
         found = self._rates[rate]
         enough = 1 if found.share >= self.share else 2
         if len(found.samples) >= TRIES or (found.sure and len(found.samples) >= enough):

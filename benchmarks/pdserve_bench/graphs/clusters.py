@@ -31,7 +31,7 @@ class Member(EmbeddedServer):
 
 class NatsMember(Member, EmbeddedNats):
     def page(self, name: str) -> str:
-        """Return the URL of a monitoring page; `jsz` names the cluster's leader."""
+        """Return the URL of a monitoring page; `jsz` names JetStream's meta leader."""
         return f"http://{HOST}:{self._pages}/{name}"
 
     @cached_property

@@ -161,7 +161,7 @@ class Host:
     def start(
         self, command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
     ) -> "HostProcess":
-        """Start a process on this host in this working directory."""
+        """Start a process on this host, in the caller's working directory."""
         env = {**os.environ, **(variables or {})}
         if self.clock:
             (self.folder / "sitecustomize.py").write_text(_CLOCK.format(self.clock))

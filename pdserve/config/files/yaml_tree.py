@@ -215,7 +215,7 @@ class _Reader:
         except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
             if not isinstance(node, yaml.MappingNode) or len(children) == len(
                 node.value
-            ):  # else a key has a problem
+            ):  # else a key inside is reported already
                 said = getattr(error, "problem", None) or error
                 self._findings.problem(entry, f"has no plain value ({said}): put quotes round a word.")
             return None

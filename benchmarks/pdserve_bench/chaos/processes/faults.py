@@ -124,7 +124,7 @@ def _server(target: Target, supervisor: int) -> Victim:
 
 def _group(pid: int, supervisor: int) -> int:
     """Return the process group of a process; 0 if its leader was not started by the graph's supervisor, because nothing
-    else may be harmed. Without `serve`, the role is its leader's child."""
+    else may be harmed. Without `serve`, a role is the child of its group's leader."""
     try:
         group = os.getpgid(pid) if pid > 0 else 0
         return group if group and psutil.Process(group).ppid() == supervisor else 0
@@ -133,7 +133,7 @@ def _group(pid: int, supervisor: int) -> int:
 
 
 async def harm(scene: Scene, target: Target, how: Harm, victim: Victim | None = None) -> float | None:
-    """Harm round by round; return the longest recovery in seconds, None after a timeout. `victim`: the only one."""
+    """Harm all rounds, or only `victim`; return the longest recovery in seconds, None after a timeout."""
     running, slowest = scene.running, 0.0
     instances = await scene.watch.instances()
     rounds = [[victim]] if victim else find(target, scene.turn, instances, running.graph.pid)
