@@ -114,9 +114,7 @@ async def test_pages_that_probes_ask_for(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("pace", [None, 0.02], ids=["silent", "a stream that has begun"])
-async def test_a_deadline_ends_a_request_at_the_frontend_and_its_worker(
-    graph: Graph, pace: float | None
-) -> None:
+async def test_a_deadline_ends_a_request_everywhere(graph: Graph, pace: float | None) -> None:
     async with graph.worker(pace=pace) as worker:
         body = completion(max_tokens=3000, stream=pace is not None)
         answer = await graph.http.post("/v1/completions", json=body, headers={"x-request-timeout": "0.3"})

@@ -277,9 +277,7 @@ async def test_a_slow_body_does_not_count_as_a_slow_head(graph: Graph) -> None:
 
 
 @in_session
-async def test_requests_on_open_connections_are_answered_during_shutdown(
-    either: ServerCertificate | None,
-) -> None:
+async def test_open_connections_are_answered_during_shutdown(either: ServerCertificate | None) -> None:
     """One connection is not accepted yet, one is idle, one has a running request."""
     working, release = asyncio.Event(), asyncio.Event()
 

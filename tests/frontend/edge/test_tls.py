@@ -77,9 +77,7 @@ async def test_an_unfinished_handshake_ends_the_connection(
 
 
 @in_session
-async def test_a_client_without_close_notify_is_disconnected(
-    graph: Graph, certificate: ServerCertificate
-) -> None:
+async def test_a_client_without_close_notify_is_dropped(graph: Graph, certificate: ServerCertificate) -> None:
     connections = ClientConnections(30.0, 4.0, pause_after=0.2)
     async with server(graph, certificate, connections) as address, client(address, certificate) as sock:
         sock.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")

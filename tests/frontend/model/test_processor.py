@@ -51,7 +51,7 @@ async def test_a_folder_is_fetched_from_a_worker_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("blob", "part"), [("", "has no archive"), ("gone", "no worker sends its archive gone")]
 )
-async def test_a_folder_that_no_worker_sends_is_an_error(
+async def test_an_unsent_folder_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blob: str, part: str
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.model.processor.FETCH_TIMEOUT", 0.1)

@@ -35,9 +35,7 @@ async def alone(graph: Graph, pace: float | None = None, at_once: int = 0) -> As
 
 
 @pytest.mark.parametrize("generated", [0, 1, 5])
-async def test_a_request_continues_at_a_prefill_worker_and_then_at_another(
-    graph: Graph, generated: int
-) -> None:
+async def test_a_request_continues_at_one_stand_in_after_another(graph: Graph, generated: int) -> None:
     """New requests go to a prefill worker too, and the model stays listed."""
     async with graph.worker(pace=None) as decode, stand_in(graph, pace=None) as first:
         request = post(graph, max_tokens=12)

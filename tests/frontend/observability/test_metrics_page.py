@@ -46,9 +46,7 @@ async def page_server(fetched: list[str], answers: bool = True) -> AsyncIterator
         yield f"http://127.0.0.1:{port}/metrics"
 
 
-async def test_the_page_includes_the_pages_of_other_processes(
-    monkeypatch: pytest.MonkeyPatch, graph: Graph
-) -> None:
+async def test_the_page_includes_other_processes(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
     monkeypatch.setattr(metrics_page, "KEPT", 0.0)  # other tests may have asked before
     async with (
         graph.worker() as worker,

@@ -42,9 +42,7 @@ def test_which_parameters_depend_on_earlier_tokens(params: dict[str, Any], expec
 
 
 @pytest.mark.parametrize(("words", "expected"), [([[5], [7]], None), ([[5], [7, 8]], "bad_words")])
-def test_bad_words_of_several_tokens_depend_on_earlier_tokens(
-    words: list[list[int]], expected: str | None
-) -> None:
+def test_long_bad_words_depend_on_earlier_tokens(words: list[list[int]], expected: str | None) -> None:
     params = SamplingParams()
     params._bad_words_token_ids = words
     assert stateful_parameter(params) == expected
