@@ -22,7 +22,7 @@ _GROWS = {
 }  # fmt: skip
 """Keys that are split arbitrarily over events, or are only in an output's first chunk, which may be its last."""
 MIDDLE = "in the middle"
-"""Key of each output's chunks between the first and the last of a stream."""
+"""Key in `events_of` for each output's chunks between its first and its last."""
 CLOSE = 0.002
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
@@ -89,8 +89,8 @@ def _mask(value: Any) -> Any:
 
 def events_of(text: str) -> dict[str, Any]:
     """Normalize a stream of server-sent events, however its tokens were divided. Return for each output (`n`) the kinds
-    of events in order, without repetitions, and their joined texts. Roles, finishes, usage and `[DONE]` may come only
-    once: each counts, and so does each chunk after its output's finish."""
+    of events in order, without repetitions, and their joined texts. Repeated roles, finishes, usage
+    and `[DONE]` are kept, because each may come only once, and so are chunks after their output's finish."""
     finished: set[str] = set()
     kinds: dict[str, list[Any]] = {}
     middle: dict[str, list[Any]] = {}
@@ -121,7 +121,7 @@ def events_of(text: str) -> dict[str, Any]:
 
 
 def _is_middle(choices: list[Any] | None) -> bool:
-    """Whether the chunk is missing if its tokens come together with the last ones."""
+    """Whether the chunk would be missing if its tokens came together with the output's last ones."""
     return bool(choices) and "role" not in choices[0].get("delta", {}) and choices[0]["finish_reason"] is None  # type: ignore[index]
 
 

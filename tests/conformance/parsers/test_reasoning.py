@@ -1,5 +1,5 @@
 """Reasoning with the parser from the YAML, on every route, whole and streamed; grammars that apply after it; priority,
-where workers schedule by it."""
+if workers schedule by it."""
 
 import pytest
 
