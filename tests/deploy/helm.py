@@ -34,11 +34,17 @@ OPTIONS: Object = {
     "models": {"persistentVolumeClaim": {"claimName": "models"}},
     "home": {"hostPath": {"path": "/var/cache/pdserve"}},
     "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
-    "podAnnotations": {"example.org/team": "llm"},
+    "pod": {
+        "metadata": {"annotations": {"example.org/team": "llm"}},
+        "spec": {
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "priorityClassName": "serving",
+        },
+    },
     "gpu": {"kind": "A10"},
     "rdma": {"resource": "rdma/ib"},
     "frontend": {"replicas": 3, "service": {"type": "LoadBalancer", "annotations": {"a": "b"}}},
-    "decode": {"nodeSelector": {"gpu": "a10"}, "tolerations": [{"operator": "Exists"}]},
+    "decode": {"pod": {"spec": {"nodeSelector": {"gpu": "a10"}, "tolerations": [{"operator": "Exists"}]}}},
     "prefill": {"replicas": 4, "rollout": {"maxSurge": "25%", "maxUnavailable": 0}},
     "networkPolicy": {
         "clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
@@ -51,7 +57,11 @@ COMBINATIONS: dict[str, Object] = {
     "demo": {},
     "gpus": {"config": FILES["disagg"] + OPEN} | OPTIONS,
     "both": {"config": yaml.safe_load(FILES["both"] + OPEN), "autoscaling": SCALED},
-    "alone": {"config": FILES["agg"] + OPEN, "networkPolicy": {"enabled": False}, "check": False},
+    "alone": {
+        "config": FILES["agg"] + OPEN,
+        "networkPolicy": {"enabled": False},
+        "check": {"enabled": False},
+    },
     "scaled": {"config": FILES["local"] + OPEN + "Graph: {drain-timeout: 120}", "autoscaling": SCALED},
     "clusters": {"nats": {"replicas": 3}, "etcd": {"replicas": 3}},
     "servers": {"nats": {"servers": "nats://n:4222"}, "etcd": {"servers": "e-0:2379,e-1:2379"}},
@@ -63,6 +73,27 @@ COMBINATIONS: dict[str, Object] = {
     "certificates": {"credentials": {"existingSecret": "", "certManager": True}},
     "joined": {"join": "first"},
     "hosts": {"config": SPANS + OPEN},
+    "cluster": {
+        "fullnameOverride": "llm",
+        "commonLabels": {"example.org/cost": "serving"},
+        "image": {"digest": f"sha256:{64 * '0'}"},
+        "openshift": True,
+        "modelsClaim": {"size": "100Gi", "storageClassName": "nfs"},
+        "download": ["org/model", "org/other"],
+        "kvOffloadFolder": {"emptyDir": {"sizeLimit": "500Gi"}},
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "hosts": ["llm.example.com"],
+            "tls": [{"secretName": "t"}],
+        },
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.example.com"]},
+        "frontend": {"service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/8"]}},
+        "monitoring": {
+            "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+            "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        },
+    },
 }
 """Sets of values beside `SECRETS`; together they set most values of the chart."""
 

@@ -35,7 +35,13 @@ from tests.deploy.helm import (
 )
 
 EACH = pytest.mark.parametrize("name", COMBINATIONS)
-CUSTOM = {"keda.sh/v1alpha1", "cert-manager.io/v1", "leaderworkerset.x-k8s.io/v1"}
+CUSTOM = {
+    "keda.sh/v1alpha1",
+    "cert-manager.io/v1",
+    "leaderworkerset.x-k8s.io/v1",
+    "gateway.networking.k8s.io/v1",
+    "monitoring.coreos.com/v1",
+}
 KNOWN = {*VARIABLES, "PDSERVE_API_KEYS", "POD_NAME", "HF_TOKEN", GROUP_VARIABLE, "PDSERVE_NODE_RANK"}
 
 
@@ -76,7 +82,14 @@ def _keys(value: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("scaled", "ScaledObject"), ("certificates", "Certificate"), ("certificates", "Issuer")],
+    [
+        ("scaled", "ScaledObject"),
+        ("certificates", "Certificate"),
+        ("certificates", "Issuer"),
+        ("cluster", "HTTPRoute"),
+        ("cluster", "PodMonitor"),
+        ("cluster", "PrometheusRule"),
+    ],
 )
 def test_custom_resources_have_keys_that_exist(name: str, kind: str) -> None:
     objects = combination(name).of(kind).values()
@@ -85,6 +98,9 @@ def test_custom_resources_have_keys_that_exist(name: str, kind: str) -> None:
         types = "".join(path.read_text() for path in (TOOLS / "package" / each["apiVersion"]).glob("*.d.ts"))
         for trigger in each["spec"].get("triggers", []):
             trigger.pop("metadata")  # free text
+        each["spec"].pop("selector", None)
+        for rule in (rule for group in each["spec"].get("groups", []) for rule in group["rules"]):
+            del rule["labels"], rule["annotations"]
         if scaler := each["spec"].get("advanced", {}).get("horizontalPodAutoscalerConfig"):
             behavior = scaler.pop("behavior")
             _validator("1.25", "HorizontalPodAutoscalerBehavior", "autoscaling/v2").validate(behavior)
@@ -100,7 +116,10 @@ def test_pods_may_do_no_more_than_they_need(name: str) -> None:
         assert each.env.keys() <= KNOWN
         user = pod["securityContext"]
         assert user["runAsNonRoot"]
-        assert user["runAsUser"] == user["fsGroup"] == _user_of_the_image()
+        if name == "cluster":  # OpenShift chooses them
+            assert not user.keys() & {"runAsUser", "runAsGroup", "fsGroup"}
+        else:
+            assert user["runAsUser"] == user["fsGroup"] == _user_of_the_image()
         assert user["seccompProfile"] == {"type": "RuntimeDefault"}
         adds = {"add": ["IPC_LOCK"]} if "rdma/ib" in each.spec.get("resources", {}).get("limits", {}) else {}
         assert each.spec["securityContext"] == {
@@ -124,7 +143,7 @@ def test_files_are_mounted_from_volumes_that_are_there(name: str) -> None:
     for each in rendering.containers():
         volumes = {volume["name"]: volume for volume in each.pod["spec"]["volumes"]}
         mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in each.spec["volumeMounts"]}
-        if each.name in ("decode", "prefill", "both"):
+        if each.spec["name"] in ("decode", "prefill", "both"):
             assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
         for volume in volumes.values():
             if "configMap" in volume:
@@ -154,6 +173,111 @@ def test_selectors_find_their_pods_and_no_others(name: str) -> None:
             assert found(each["spec"][key]["matchLabels"]) == [name]
 
 
+def test_the_values_of_a_pod_are_merged_as_kubernetes_would() -> None:
+    """Kubernetes' own rules: `kubectl patch --type strategic`."""
+    patch: Object = {
+        "metadata": {"labels": {"team": "llm"}, "annotations": {"prometheus.io/scrape": "false"}},
+        "spec": {
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "securityContext": {"fsGroup": 7},
+            "topologySpreadConstraints": [
+                {"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}
+            ],
+            "volumes": [{"name": "cache", "emptyDir": {}}],
+            "initContainers": [{"name": "wait", "image": "busybox"}],
+            "containers": [
+                {
+                    "name": "decode",
+                    "env": [
+                        {"name": "PDSERVE_STREAM_PORT", "value": "1"},
+                        {"name": "NCCL_DEBUG", "value": "INFO"},
+                    ],
+                    "envFrom": [{"configMapRef": {"name": "nccl"}}],
+                    "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+                    "resources": {"limits": {"memory": "9Gi"}},
+                },
+                {"name": "sidecar", "image": "busybox"},
+            ],
+        },
+    }
+    plain = template(render({}).of("Deployment")["pdserve-decode"])
+    merged = template(render({"decode": {"pod": patch}}).of("Deployment")["pdserve-decode"])
+    pod = {"apiVersion": "v1", "kind": "Pod"}
+    command = [installed(TOOLS / "kubectl"), "patch", "--local", "--type=strategic", "-f", "-", "-o", "json"]
+    patched = subprocess.run(
+        [*command, "-p", json.dumps(patch)],
+        input=json.dumps({**pod, **plain, "metadata": {"name": "p", **plain["metadata"]}}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = json.loads(patched.stdout)
+    assert _in_any_order(merged["spec"]) == _in_any_order(expected["spec"])
+    assert merged["metadata"] == {key: expected["metadata"][key] for key in ("labels", "annotations")}
+
+
+def _in_any_order(value: Any) -> Any:
+    """Kubernetes puts new items of a list first."""
+    if isinstance(value, dict):
+        return {key: _in_any_order(inner) for key, inner in value.items()}
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return sorted((_in_any_order(item) for item in value), key=json.dumps)
+    return value
+
+
+def test_the_pod_of_all_comes_before_the_pod_of_one() -> None:
+    own = {"spec": {"priorityClassName": "high"}}
+    every = {"spec": {"priorityClassName": "low", "runtimeClassName": "nvidia"}}
+    rendering = render({"pod": every, "etcd": {"pod": own}, "decode": {"pod": own}})
+    found = {each.name: each.pod["spec"]["priorityClassName"] for each in rendering.containers()}
+    assert found.pop("etcd") == found.pop("decode") == "high"
+    assert set(found.values()) == {"low"}
+    assert {each.pod["spec"]["runtimeClassName"] for each in rendering.containers()} == {"nvidia"}
+
+
+def test_models_are_downloaded_into_the_claim_of_the_release() -> None:
+    rendering = combination("cluster")
+    assert rendering.of("PersistentVolumeClaim")["llm-models"]["spec"]["storageClassName"] == "nfs"
+    for role in ("frontend", "decode", "prefill"):
+        pod = template(rendering.of("Deployment")[f"llm-{role}"])["spec"]
+        claim = {"name": "models", "persistentVolumeClaim": {"claimName": "llm-models"}}
+        assert claim in pod["volumes"]
+        (download,) = pod["initContainers"]
+        assert {"name": "models", "mountPath": "/models"} in download["volumeMounts"]
+        words = [*download["command"], *download["args"]]
+        words[2] = words[2].replace("hf download", "echo")
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        assert said == "org/model --local-dir /models/org/model\norg/other --local-dir /models/org/other\n"
+    assert rendering.of("Job")["llm-check"]["metadata"]["annotations"]["helm.sh/hook"] == "pre-upgrade"
+    assert "download: there is no folder" in refusal({**SECRETS, "download": ["org/model"]})
+
+
+def test_only_the_api_is_exposed() -> None:
+    rendering = combination("cluster")
+    (rule,) = rendering.of("Ingress")["llm"]["spec"]["rules"]
+    assert [path["path"] for path in rule["http"]["paths"]] == ["/v1"]
+    (route,) = rendering.of("HTTPRoute")["llm"]["spec"]["rules"]
+    assert [match["path"]["value"] for match in route["matches"]] == ["/v1"]
+    (port,) = rendering.of("Service")["llm"]["spec"]["ports"]
+    (backend,) = route["backendRefs"]
+    assert (backend["name"], backend["port"]) == ("llm", port["port"])
+
+
+def test_the_operator_of_prometheus_finds_all_roles_and_the_same_alerts() -> None:
+    rendering = combination("cluster")
+    spec = rendering.of("PodMonitor")["llm"]["spec"]
+    (components,) = spec["selector"]["matchExpressions"]
+    for each in rendering.roles().values():
+        labels = each.pod["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"].items() <= labels.items()
+        assert labels[components["key"]] in components["values"]
+        assert labels[spec["jobLabel"]] == "pdserve", "as the alerts expect"
+        assert [end["port"] for end in spec["podMetricsEndpoints"]] == ["pages"]
+        assert "pages" in each.ports
+    alerts = yaml.safe_load((CHART / "../../alerts.yml").read_text())
+    assert rendering.of("PrometheusRule")["llm"]["spec"] == alerts
+
+
 def test_images_are_pinned() -> None:
     images = {each.spec["image"] for each in combination("clusters").containers()}
     compose = yaml.safe_load((CHART / "../../docker-compose.yml").read_text())["services"]
@@ -166,6 +290,11 @@ CPU_OFFLOAD = "kv-offload: 32GiB, ServiceArgs: {resources: {gpu: 0}}"
 @pytest.mark.parametrize(
     ("values", "says"),
     [
+        (
+            {"decode": {"pod": {"tolerations": []}}},
+            "'/decode/pod': additional properties 'tolerations' not allowed",
+        ),
+        ({"ingress": {"enabled": True}}, "'/ingress/hosts': minItems"),
         ({"decode": {"replica": 3}}, "'/decode': additional properties 'replica' not allowed"),
         ({"nats": {"replicas": 2}}, "'/nats/replicas': value must be one of 1, 3"),
         ({"credentials": {"files": {"ca.pem": "x"}}}, "properties 'node.pem', 'node-key.pem' required"),

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from pdserve_bench.hosts.network import Host, HostProcess, Network
 
+from pdserve.demo import MODEL_DIR
 from pdserve.security.credentials import Credentials
 from pdserve.supervisor.servers.embedded import etcd_binary, nats_binary
 from tests.conditions import until
@@ -46,6 +47,23 @@ PROGRAMS = {
     "nats": [str(nats_binary())],
 }
 """programs of images, by command or name of the image"""
+CLAIMS = {"models": MODEL_DIR.parent}
+"""folders of persistent volume claims"""
+CLUSTER: Object = {
+    "config": YAML.replace("model: demo,", "model: /models/model,"),
+    "fullnameOverride": "pdserve",
+    "commonLabels": {"example.org/cost": "serving"},
+    "models": {"persistentVolumeClaim": {"claimName": "models"}},
+    "kvOffloadFolder": {"emptyDir": {}},
+    "pod": {
+        "metadata": {"annotations": {"example.org/team": "llm"}},
+        "spec": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]},
+    },
+    "frontend": {
+        "pod": {"spec": {"containers": [{"name": "frontend", "env": [{"name": "TZ", "value": "UTC"}]}]}}
+    },
+}
+"""Values as of somebody's own cluster."""
 _ELSEWHERE = {"/data": "/srv"}
 """folder of an image -> folder of this machine"""
 ROLES = ("frontend", "decode", "prefill")
@@ -162,7 +180,9 @@ class Pod:
             if "emptyDir" in volume:
                 lines.append(f"mount -t tmpfs -o mode=1777 tmpfs {target}")
             else:
-                source = shlex.quote(str(self._files(volume)))
+                claim = volume.get("persistentVolumeClaim")
+                folder = CLAIMS[claim["claimName"]] if claim else self._files(volume)
+                source = shlex.quote(str(folder))
                 lines.append(f"mount --bind {source} {target}; mount -o remount,ro,bind {target}")
         return _MOUNTS.format(names=shlex.quote(str(names)), volumes="\n".join(lines))
 
@@ -194,9 +214,12 @@ def written_names(folder: Path, pods: list[Pod]) -> Path:
 
 
 @pytest.mark.timeout(600)
-def test_the_pods_get_ready_answer_and_end_well(tmp_path: Path, credentials: Credentials) -> None:
+@pytest.mark.parametrize("values", [{"config": YAML}, CLUSTER], ids=["defaults", "cluster"])
+def test_the_pods_get_ready_answer_and_end_well(
+    tmp_path: Path, credentials: Credentials, values: Object
+) -> None:
     with hosts(tmp_path) as net:
-        pods = pods_of(render({"config": YAML}), net, _secrets(credentials))
+        pods = pods_of(render(values), net, _secrets(credentials))
         names = written_names(tmp_path, pods)
 
         async def ready(kind: str) -> bool:

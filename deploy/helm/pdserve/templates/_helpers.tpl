@@ -1,5 +1,45 @@
+{{/* Beginning of the names of all objects. */}}
+{{- define "pdserve.name" -}}{{ .Values.fullnameOverride | default .Release.Name }}{{- end -}}
+
 {{/* The graph's name: labels and servers are those of the release that it joins. */}}
-{{- define "pdserve.plan.graph" -}}{{ .Values.join | default .Release.Name }}{{- end -}}
+{{- define "pdserve.plan.graph" -}}{{ .Values.join | default (include "pdserve.name" .) }}{{- end -}}
+
+{{/* A Kubernetes object with changes, as a strategic merge patch makes them: mappings are merged, lists of containers,
+volumes, variables and the like by the key of their items; other lists and values are replaced. `base` and `patch` are
+any values, `under` is the key at which they are. Returns JSON of {value: ...}. */}}
+{{- define "pdserve.merged" -}}
+{{- $by := get (dict "containers" "name" "initContainers" "name" "env" "name" "volumes" "name" "imagePullSecrets" "name" "volumeMounts" "mountPath" "ports" "containerPort" "topologySpreadConstraints" "topologyKey" "hostAliases" "ip") .under -}}
+{{- $value := .patch -}}
+{{- if and (kindIs "map" .base) (kindIs "map" .patch) -}}
+{{- $value = deepCopy .base -}}
+{{- range $key, $new := .patch -}}
+{{- if and (hasKey $value $key) (not (kindIs "invalid" $new)) -}}
+{{- $new = (include "pdserve.merged" (dict "base" (get $value $key) "patch" $new "under" $key) | fromJson).value -}}
+{{- end -}}
+{{- $_ := set $value $key $new -}}
+{{- end -}}
+{{- else if and $by (kindIs "slice" .base) (kindIs "slice" .patch) -}}
+{{- $value = list -}}
+{{- $named := dict -}}
+{{- range .patch }}{{ $_ := set $named (get . $by | toString) . }}{{ end -}}
+{{- range .base -}}
+{{- $own := get . $by | toString -}}
+{{- $value = append $value (include "pdserve.merged" (dict "base" . "patch" (get $named $own | default dict) "under" "") | fromJson).value -}}
+{{- $_ := unset $named $own -}}
+{{- end -}}
+{{- range .patch }}{{ if hasKey $named (get . $by | toString) }}{{ $value = append $value . }}{{ end }}{{ end -}}
+{{- end -}}
+{{- dict "value" $value | toJson -}}
+{{- end -}}
+
+{{/* A pod template with the values' `pod` of all pods and of this one: root, pod (YAML), own. */}}
+{{- define "pdserve.withPod" -}}
+{{- $pod := .pod | fromYaml -}}
+{{- range list .root.Values.pod .own -}}
+{{- $pod = (include "pdserve.merged" (dict "base" $pod "patch" (. | default dict) "under" "") | fromJson).value -}}
+{{- end -}}
+{{- toYaml $pod -}}
+{{- end -}}
 
 {{- define "pdserve.selector" -}}
 app.kubernetes.io/name: pdserve
@@ -12,15 +52,20 @@ app.kubernetes.io/component: {{ .component }}
 app.kubernetes.io/part-of: {{ include "pdserve.plan.graph" .root }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
-{{- define "pdserve.image" -}}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{- end -}}
+{{- define "pdserve.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ with .Values.image.digest }}@{{ . }}{{ end }}
+{{- end -}}
 
 {{/* The YAML as text. A name by its content: an upgrade makes another ConfigMap, and pods of the old revision keep theirs. */}}
 {{- define "pdserve.yaml" -}}
 {{- if kindIs "string" .Values.config }}{{ .Values.config }}{{ else }}{{ toYaml .Values.config }}{{ end -}}
 {{- end -}}
-{{- define "pdserve.configMap" -}}{{ .Release.Name }}-graph-{{ include "pdserve.yaml" . | sha256sum | trunc 10 }}{{- end -}}
+{{- define "pdserve.configMap" -}}{{ include "pdserve.name" . }}-graph-{{ include "pdserve.yaml" . | sha256sum | trunc 10 }}{{- end -}}
 
 {{/* A section's keys in kebab-case with those of Common that it lists, as JSON. */}}
 {{- define "pdserve.section" -}}
@@ -115,9 +160,12 @@ secret:
 
 {{- define "pdserve.podSecurity" -}}
 runAsNonRoot: true
+{{- if not .Values.openshift }}
 runAsUser: 10001
 runAsGroup: 10001
 fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 {{- define "pdserve.containerSecurity" -}}
@@ -127,12 +175,21 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
+{{/* The volume source of /models; empty without one. */}}
+{{- define "pdserve.modelsVolume" -}}
+{{- if .Values.modelsClaim.size -}}
+persistentVolumeClaim: {claimName: {{ include "pdserve.name" . }}-models}
+{{- else -}}
+{{- with .Values.models }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* A process of pdserve: `keys` is whether it may see API keys, of frontends and the check alone. */}}
 {{- define "pdserve.mounts" -}}
 - {name: graph, mountPath: /etc/pdserve/graph, readOnly: true}
 - {name: home, mountPath: /var/lib/pdserve}
 - {name: tmp, mountPath: /tmp}
-{{- if .root.Values.models }}
+{{- if include "pdserve.modelsVolume" .root }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
 {{- if and .keys .root.Values.tls.existingSecret }}
@@ -146,9 +203,9 @@ capabilities:
 - name: home
   {{- .root.Values.home | default (dict "emptyDir" dict) | toYaml | nindent 2 }}
 - {name: tmp, emptyDir: {}}
-{{- with .root.Values.models }}
+{{- with include "pdserve.modelsVolume" .root }}
 - name: models
-  {{- toYaml . | nindent 2 }}
+  {{- . | nindent 2 }}
 {{- end }}
 {{- if .keys }}
 {{- with .root.Values.tls.existingSecret }}
@@ -195,7 +252,7 @@ affinity:
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
-  name: {{ .root.Release.Name }}-{{ .component }}
+  name: {{ include "pdserve.name" .root }}-{{ .component }}
   labels:
     {{- include "pdserve.labels" . | nindent 4 }}
 spec:

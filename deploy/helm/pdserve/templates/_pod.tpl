@@ -17,9 +17,6 @@ metadata:
     prometheus.io/scrape: "true"
     prometheus.io/port: {{ $facts.pages | quote }}
     prometheus.io/path: /metrics
-    {{- with $root.Values.podAnnotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
 spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
@@ -31,14 +28,6 @@ spec:
   {{- end }}
   securityContext:
     {{- include "pdserve.podSecurity" $root | nindent 4 }}
-  {{- with $values.nodeSelector }}
-  nodeSelector:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $values.tolerations }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
   topologySpreadConstraints:
     - maxSkew: 1
       topologyKey: kubernetes.io/hostname
@@ -59,6 +48,25 @@ spec:
                 app.kubernetes.io/instance: {{ $root.Release.Name }}
               matchExpressions:
                 - {key: app.kubernetes.io/component, operator: In, values: [decode, prefill, both]}
+  {{- end }}
+  {{- with $root.Values.download }}
+  initContainers:
+    - name: download
+      image: {{ include "pdserve.image" $root }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: [sh, -c, "for model in \"$@\"; do hf download \"$model\" --local-dir \"/models/$model\" || exit; done", download]
+      args:
+        {{- toYaml . | nindent 8 }}
+      env:
+        {{- include "pdserve.env" $with | nindent 8 }}
+      resources:
+        {{- toYaml $values.resources | nindent 8 }}
+      securityContext:
+        {{- include "pdserve.containerSecurity" $root | nindent 8 }}
+      volumeMounts:
+        - {name: models, mountPath: /models}
+        - {name: home, mountPath: /var/lib/pdserve}
+        - {name: tmp, mountPath: /tmp}
   {{- end }}
   containers:
     - name: {{ $role }}
@@ -118,6 +126,9 @@ spec:
         {{- include "pdserve.mounts" $with | nindent 8 }}
         {{- if not $frontend }}
         - {name: shm, mountPath: /dev/shm}
+        {{- if $root.Values.kvOffloadFolder }}
+        - {name: kv-offload, mountPath: /kv-offload}
+        {{- end }}
         {{- end }}
   volumes:
     - {name: graph, configMap: {name: {{ include "pdserve.configMap" $root }}}}
@@ -125,5 +136,9 @@ spec:
     {{- include "pdserve.volumes" $with | nindent 4 }}
     {{- if not $frontend }}
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $root.Values.shm }}}}
+    {{- with $root.Values.kvOffloadFolder }}
+    - name: kv-offload
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
     {{- end }}
 {{- end -}}
