@@ -68,8 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` (`make test`), one process runs the tests of a file, because they share fixtures. So it
-    does with `ENGINES`, and `CHAOS`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
+    """With `--dist loadfile` (`make test`), one process runs the tests of a file, because they share fixtures. The
+    same holds for `ENGINES`, and for `CHAOS`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]

@@ -375,7 +375,8 @@ def _reading_list() -> dict[Path, tuple[int, int]]:
 
 
 def _lines_to_read(path: Path, read: str) -> int:
-    """Count `all`, or the docstring and the functions and classes in backticks. Raises KeyError for an unknown name."""
+    """Count `all` lines, or those of the docstring, functions and classes in backticks. Raises KeyError for other
+    names."""
     if read == "all":
         return len(path.read_text().splitlines())
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

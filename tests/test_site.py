@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Strict: a page in no list fails, and a link or an anchor that leads nowhere."""
+    """Strict: pages in no list and dead links or anchors fail."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Two releases of a small vLLM, and a package that uses it."""
+"""`vllm_diff` on two releases of a small vLLM, and a package that uses it."""
 
 import zipfile
 from pathlib import Path

@@ -76,7 +76,9 @@ async def test_without_a_decode_worker_a_stand_in_compares_with_another_stand_in
     assert (card_in(graph.registry, "prefill-1") is None) is (len(names) == 1)
 
 
-async def test_a_worker_stands_in_again_for_a_decode_worker_that_answers_alike(graph: WorkerGraph) -> None:
+async def test_a_worker_stands_in_again_once_a_decode_worker_gives_equal_responses(
+    graph: WorkerGraph,
+) -> None:
     await start(graph)
     await until(lambda: standing_in(graph) == {"prefill-0"})
     card, instance = graph.decode._presence._card, graph.decode._presence.instance
@@ -126,7 +128,7 @@ async def test_a_stand_in_answers_like_a_decode_worker_and_still_prefills_for_ot
     assert not (await stand_in.frontend.end_of(stream)).failed
 
 
-async def test_streams_of_a_stand_in_whose_engine_died_count_its_death(stand_in: Decoding[StandIn]) -> None:
+async def test_requests_of_a_stand_in_whose_engine_died_count_the_death(stand_in: Decoding[StandIn]) -> None:
     stream = await stand_in.frontend.stream()
     stand_in.engine.die()
     with pytest.raises(EngineDead):

@@ -61,7 +61,7 @@ def pdserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 def process(*args: object) -> Done:
-    """Run a command of a graph's process, which changes logging and signals, in a new process."""
+    """Run a command such as `serve`, which changes logging and signals, in a new process."""
     command = [sys.executable, "-m", "pdserve", *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return Done(done.returncode, done.stdout, done.stderr)

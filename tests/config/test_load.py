@@ -421,7 +421,7 @@ MISTAKES: Mistakes = [
 
 
 def named(folder: Path, text: str, start: str) -> list[str]:
-    """Return the problems; one must begin with the text."""
+    """Return the problems; one must begin with `start`."""
     found = problems(folder, text)
     assert any(problem.startswith(start) for problem in found), found
     assert all(problem.startswith("FILE") and problem.endswith((".", "?")) for problem in found), found

@@ -1,4 +1,4 @@
-"""Workers on simulated engines and in-memory seams, for tests."""
+"""Workers on simulated engines, with queue and registry in memory."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

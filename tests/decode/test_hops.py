@@ -36,7 +36,7 @@ def hops_of(answered: Answered) -> list[Hop]:
 
 
 def shown(hops: list[Hop]) -> list[str]:
-    """Return each hop's name, instance and first word of `why`. On a busy machine engines may queue: left out."""
+    """Return name, instance and first word of `why` of each hop but `engine-queue`, which a busy machine may add."""
     words = (
         (hop.name, hop.instance, hop.why.partition(":")[0]) for hop in hops if hop.name != "engine-queue"
     )

@@ -10,7 +10,7 @@ from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, WorkerGraph, counted, handle
 
 PER_TOKEN = MIN_PIECE_BYTES // 64
-"""Bytes: a step of 64 tokens is just worth a read."""
+"""Bytes of KV, so that a step of 64 tokens is just worth a read."""
 BLOCK = 16
 
 

@@ -453,7 +453,7 @@ async def test_the_load_is_sent_to_frontends_that_follow_it(
     assert not others[1].refused
 
 
-async def test_prompts_go_the_cheaper_way_and_settings_change_while_it_runs(
+async def test_prompts_go_the_cheaper_way_and_settings_change_at_run_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Setting a threshold selects the policy `threshold`, unless a policy is set."""

@@ -1,5 +1,5 @@
-"""The chart of deploy/helm is consistent with all its values and with pdserve: faults that a cluster would refuse, and
-faults that no cluster would notice."""
+"""The chart of deploy/helm has no faults, neither such that a cluster would refuse nor such that it would not
+notice."""
 
 import json
 import re

@@ -90,7 +90,7 @@ def pods(request: pytest.FixtureRequest, tmp_path: Path, credentials: Credential
 
 
 def test_each_role_of_the_file_is_a_deployment_with_the_gpus_of_its_plan(pods: Pods) -> None:
-    """Complaint: no disaggregation, silently: kserve#5987, modelplane#175, llm-d#1189."""
+    """Complaint: no disaggregation and no error: kserve#5987, modelplane#175, llm-d#1189."""
     config = pods.config(next(iter(pods.rendering.roles())))
     sections = [config.decode and config.decode.role, config.prefill and "prefill"]
     sections += ["frontend"] if config.frontend and pods.name != "joined" else []

@@ -187,7 +187,7 @@ class Pod:
         return _MOUNTS.format(names=shlex.quote(str(names)), volumes="\n".join(lines))
 
     def _files(self, volume: Object) -> Path:
-        """Write the files of a ConfigMap or Secret, of root and the pod's group."""
+        """Write files of a ConfigMap or Secret, owned by root and the pod's group."""
         folder: Path = self.host.folder / volume["name"]
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)

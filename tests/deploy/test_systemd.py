@@ -56,7 +56,7 @@ def test_each_unit_runs_a_role_with_its_own_ports() -> None:
 
 
 def test_a_role_starts_again_whatever_its_exit_code() -> None:
-    """Also after 2, because at boot the address, model folder or GPU driver may come later than the unit."""
+    """Also after exit code 2, because at boot the address, model folder or GPU driver may come later than the unit."""
     assert setting(COMMON, "Restart") == "always"
     assert setting(COMMON, "StartLimitIntervalSec") == "0"
     assert "RestartPreventExitStatus" not in COMMON

@@ -1,4 +1,4 @@
-"""How long the simulated engine's steps take, and what it puts into them."""
+"""How long the simulated engine's steps take, and what they contain."""
 
 import time
 from contextlib import nullcontext

@@ -40,7 +40,7 @@ def make_wheel(wheel: Path) -> None:
 
 
 def imported(folder: Path, name: str) -> str:
-    """Return a module's version. -B: bytecode would hide a file of the same size installed within a second."""
+    """Return a module's version, without bytecode (-B): it would hide a file of equal size of the same second."""
     command = [str(python_of(folder)), "-B", "-c", f"import {name}; print({name}.version)"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

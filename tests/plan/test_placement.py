@@ -18,7 +18,7 @@ def request(name: str, gpus: float, *pinned: int) -> GpuRequest:
         pytest.param([("d", 1), ("e", 1), ("p", 2)], range(4), [(0,), (1,), (2, 3)], id="one, one and two"),
         pytest.param([("d", 0), ("p", 0)], [], [(), ()], id="the CPU"),
         pytest.param([("d", 2), ("p", 1)], [0, 2, 3], [(2, 3), (0,)], id="neighbours first"),
-        pytest.param([("d", 2)], [0, 2, 4], [(0, 2)], id="any where there are no neighbours"),
+        pytest.param([("d", 2)], [0, 2, 4], [(0, 2)], id="any GPUs without neighbours"),
         pytest.param([("d", 2), ("p", 1, 0)], [0, 1, 2], [(1, 2), (0,)], id="around pinned GPUs"),
         pytest.param([("d", 1, 0), ("p", 1, 0)], [0], [(0,), (0,)], id="one card for two"),
         pytest.param([("d", 0.3), ("e", 0.3), ("p", 0.4)], [2], [(2,)] * 3, id="thirds"),

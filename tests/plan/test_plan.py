@@ -217,7 +217,7 @@ WIRED = dataclasses.replace(
         ("fd00::5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
         ("10.0.0.6", None, None),
         ("another.invalid", None, None),
-        ("10.5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),  # a name, which is resolved everywhere: to 10.0.0.5
+        ("10.5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),  # a name that each system resolves to 10.0.0.5
     ],
 )
 def test_workers_listen_on_the_hosts_device_alone(
@@ -534,7 +534,7 @@ def test_files_that_are_named_and_missing(tmp_path: Path, section: str, problem:
     (found,) = plan(tmp_path, text, machine(), {Role.DECODE, Role.FRONTEND}).problems
     assert problem in found
     if section.startswith("Processor"):
-        assert plan(tmp_path, text, machine(), {Role.PREFILL}).problems == (), "not for prefill workers"
+        assert plan(tmp_path, text, machine(), {Role.PREFILL}).problems == (), "prefill workers do not use it"
 
 
 def test_an_inline_template_is_not_looked_for_on_disk(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ async def test_an_answer_given_while_the_queue_is_away_is_sent_later(scene: Scen
 async def test_a_prefill_that_was_cancelled_too_late_is_answered(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the decode worker can free its KV. The request is remembered without its prompt, because a thousand long
+    """Only the decode worker can free the KV. The request is remembered without its prompt, because a thousand long
     prompts would take gigabytes."""
 
     async def too_late(request_ids: list[str]) -> None: ...

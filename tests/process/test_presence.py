@@ -24,7 +24,12 @@ def card(fingerprint: str, generation: int = 0, created: int = 0) -> ModelCard:
         (card("c"), [card("a", 3, created=10**12), card("b", 4)], 5),
         (card("a"), [card("b", 4)], 5),
     ],
-    ids=["the first", "like a registered card", "a change is newer than all", "so is a return"],
+    ids=[
+        "the first",
+        "like a registered card",
+        "a change is newer than all",
+        "so is a return to older weights",
+    ],
 )
 def test_the_generation_of_a_card(own: ModelCard, registered: list[ModelCard], expected: int) -> None:
     assert generation(own, registered) == expected

@@ -66,7 +66,7 @@ async def test_lost_members_of_a_cluster(etcds: EtcdCluster) -> None:
             await kill(member)
         await until(lambda: not first.connected and not other.connected)
         await first.put("b", b"1")
-        assert seen.state == expected, "the last known topology stands"
+        assert seen.state == expected, "the last known topology stays"
         await asyncio.gather(*map(restart, etcds.members[:2]))
         await seen.until(expected | {"b": b"1"})
         assert Change("a", None) not in seen.changes

@@ -38,7 +38,7 @@ async def test_the_view_follows_changes(stage: Stage) -> None:
 
 
 async def test_a_lost_worker_is_reported(stage: Stage) -> None:
-    """But no worker that drained, and not after its return."""
+    """A worker that drained is not, nor is a lost one after its return."""
     async with stage.registry() as registry, RegistryView(registry) as view:
         for instance in (DECODE, PREFILL, FRONTEND):
             await registry.put(keys.instance(instance), encode_record(instance))

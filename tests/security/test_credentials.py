@@ -57,7 +57,7 @@ def test_only_the_owner_can_read_credentials(tmp_path: Path) -> None:
         Credentials.load(tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize(
     ("mode", "group", "loads"),
     [(0o440, 65534, True), (0o444, 65534, False), (0o460, 65534, False), (0o440, 0, False)],

@@ -65,7 +65,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_a_damaged_frame_is_not_read(wire: Wire, damage: str) -> None:
-    """The worker reads the next intact message neither, because one before it may be lost."""
+    """Nor is the next intact frame, because one before it may be lost."""
     async with wire.server() as server, relay(server.address) as way, wire.client(way.address, "f") as client:
         received = server.received()
         await client.send(Cancel(["first"]))

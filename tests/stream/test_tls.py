@@ -69,7 +69,7 @@ async def test_a_worker_of_another_graph_gets_nothing(
 async def test_plain_and_tls_ends_refuse_each_other(
     credentials: Credentials, server_has: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the address, and also if the address is wrong."""
+    """By the address's scheme, and also if the scheme is wrong."""
     caplog.set_level("INFO")
     of_server, of_client = (credentials, None) if server_has else (None, credentials)
     async with TcpStreamServer(HOST, of_server) as server:

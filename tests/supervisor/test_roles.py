@@ -204,7 +204,7 @@ async def test_a_role_that_does_not_stop_is_killed(tmp_path: Path, stops: int, p
 
 
 async def test_the_signals_of_one_stop_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`timeout` and a closed terminal send several. Counted twice, they would kill requests."""
+    """`timeout` and a closed terminal send several signals. Counted twice, they would kill requests."""
     stops: list[str] = []
     _on_stop_signals(partial(stops.append, "stop"))
     for apart, number, counted in (

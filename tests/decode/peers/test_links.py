@@ -57,7 +57,7 @@ async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_trie
 
 
 async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
-    """After two slow transfers, although earlier ones were fast."""
+    """Two slow transfers are enough, although earlier ones were fast."""
     for number in range(3):
         await frontend.ask([number, *LONG])
     before = links(graph)["prefill-0"]

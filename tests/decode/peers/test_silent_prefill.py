@@ -48,7 +48,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     end: str,
 ) -> None:
-    """A worker without the queue reports that; the killed and the hung one still have leases."""
+    """A worker without the queue reports that; killed and hung workers still have leases."""
     reports = end == "it has lost the queue"
     monkeypatch.setattr(prefill_workers, "POLL_INTERVAL", 60.0 if reports else 0.02)
     taken, waiting = await frontend.submit(LONG), await frontend.submit(LONG[1:])
@@ -100,7 +100,7 @@ async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts
 async def test_after_two_untaken_prompts_all_are_local_until_a_worker_is_heard_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also a waiting prompt with a longer timeout, because timeouts grow with the prompt."""
+    """So is a waiting prompt with a longer timeout; timeouts grow with the prompt."""
     monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 0.1)
     async with WorkerGraph(max_prefill_queue_size=9) as graph:
         acted, frontend = await graph.act_prefill(), await graph.frontend()

@@ -34,7 +34,7 @@ def test_no_slo_no_misses() -> None:
 @pytest.mark.parametrize(
     ("changes", "local", "remote"),
     [
-        pytest.param({"left": 1.0}, 0.5, 0.5, id="its own first token"),
+        pytest.param({"left": 1.0}, 0.5, 0.5, id="first token of the prompt"),
         pytest.param({"gaps": [0.05, 0.05, 0.2]}, 2.0, 0.0, id="gaps of streams"),
         pytest.param({"gap": 0.01}, 1.0, 1.0, id="steps are too long in any case"),
     ],

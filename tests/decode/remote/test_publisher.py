@@ -29,7 +29,7 @@ async def take(graph: WorkerGraph, acted: ActedPrefill) -> str:
     return delivery.request.request_id
 
 
-async def test_a_prompt_waits_for_about_one_of_another_client_and_for_no_flex_prompt(
+async def test_a_prompt_waits_for_about_one_prompt_of_another_client_and_no_flex_prompt(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     first, *greedy = await flood(graph, frontend)
@@ -101,7 +101,7 @@ async def test_held_prompts_are_prefilled_locally_when_no_worker_can_pull_them(
 async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_hangs(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """Each times out as if it were in the queue."""
+    """A held prompt times out as if it were in the queue."""
     for name in await flood(graph, frontend):
         assert (await frontend.end_of(name)).way == ("local", "fallback")
     [queue] = [queue for queue in graph.broker._queues.values() if queue.ids]
@@ -123,7 +123,7 @@ async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_ha
         (12, [50] * 3, 50, 1, True),
     ],
 )
-def test_publishes_just_enough_to_keep_the_prefill_workers_busy(
+def test_a_worker_publishes_just_enough_to_keep_the_prefill_workers_busy(
     stored: int, own: list[int], tokens: int, workers: int, busy: bool
 ) -> None:
     assert are_busy(stored, own, tokens, workers, BUFFER / 500) is busy

@@ -41,7 +41,7 @@ def impatient_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the bound long, so that a test fails that waits for it instead of for the warm-up."""
+    """Make the bound of warm-ups long: a test that waits for the bound then fails."""
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 60.0)
 
 
@@ -71,7 +71,7 @@ async def test_workers_warm_up_before_requests_and_only_one_metric_counts_it(
 async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
     slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It registers when its KV was read."""
+    """It registers once its KV was read."""
     monkeypatch.setattr(presence, "INTERVAL", 0.01)
     graph = WorkerGraph()
     decode = Instance("decode-x", Role.DECODE, "demo", fingerprint=LOADED)

@@ -32,19 +32,19 @@ def test_the_chunk_fills_the_step() -> None:
     assert chunk_of(0.042, 0.010, 1e-4, USUAL, BLOCK) == 320
     assert chunk_of(0.042, 0.010, 1e-5, USUAL, BLOCK) == 3200
     assert chunk_of(0.042, 0.041, 1e-4, USUAL, BLOCK) == BLOCK
-    assert chunk_of(math.inf, 0.010, 1e-4, USUAL, BLOCK) == USUAL, "nothing to keep"
+    assert chunk_of(math.inf, 0.010, 1e-4, USUAL, BLOCK) == USUAL, "no gap to keep"
     assert chunk_of(0.042, 0.010, 0.0, USUAL, BLOCK) == USUAL, "nothing measured"
 
 
 @pytest.mark.parametrize("slow", [0.1, 0.3, 1.0, 3.0, 10.0])
-def test_streams_keep_their_gap_beside_a_prompt_that_is_computed_as_fast_as_that_allows(slow: float) -> None:
+def test_streams_keep_their_gap_and_a_prompt_beside_them_is_computed_fast(slow: float) -> None:
     """On engines from 10 times faster to 10 times slower, with the same first chunk."""
     gap, begin = 0.06, 5 * slow
     graph = VirtualGraph(
         DecodeSection(remote_prefill=False), promised=Promised(math.inf, gap), slow=(slow, 1)
     )
     graph.ask(20, tokens=8000)
-    graph.after(begin / 2, lambda: graph.ask(3000))  # from which the speeds are learned
+    graph.after(begin / 2, lambda: graph.ask(3000))  # teaches the speeds
     for _ in range(4):
         graph.after(begin, lambda: graph.ask(20, tokens=8000))
     graph.after(1.1 * begin, lambda: graph.ask(6000, tokens=8000))
@@ -62,8 +62,8 @@ def test_streams_keep_their_gap_beside_a_prompt_that_is_computed_as_fast_as_that
     ("plain", "token", "tokens"),
     [
         pytest.param(0.010, 1e-5, USUAL, id="a fast engine computes what is usual"),
-        pytest.param(0.010, 1e-4, 180, id="a slower one what fits"),
-        pytest.param(0.010, 1e-3, USUAL // 4, id="a very slow one a part of what is usual"),
+        pytest.param(0.010, 1e-4, 180, id="a slower engine computes what fits"),
+        pytest.param(0.010, 1e-3, USUAL // 4, id="a very slow engine computes a quarter of the usual"),
         pytest.param(0.040, 2e-4, 200, id="steps without prompts are long too"),
         pytest.param(0.010, 0.0, USUAL, id="nothing measured"),
     ],
@@ -83,7 +83,7 @@ class Limited(SimEngine):
         await super().limit_chunk(tokens)
 
 
-async def test_the_chunk_follows_what_runs() -> None:
+async def test_the_chunk_follows_the_running_requests() -> None:
     arguments = {"long-prefill-token-threshold": USUAL}
     async with WorkerGraph(engine=Limited, remote_prefill=False, engine_args=arguments) as graph:
         engine = graph.decode_engine

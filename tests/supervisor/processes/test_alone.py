@@ -87,7 +87,7 @@ def line(process: "subprocess.Popen[str]") -> list[str]:
 
 
 def test_paths_of_sockets_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the state directory or the temporary folder has a long path or is missing."""
+    """Also with long paths of state directory and temporary folder, and without a state directory."""
     with TemporaryDirectory(dir="/tmp") as short:
         long = Path(short, "a-long-name" * 5)
         long.mkdir()

@@ -26,7 +26,7 @@ async def register(registry: Registry, instance: Instance) -> None:
     await registry.put(keys.instance(instance), encode_record(instance))
 
 
-async def test_waits_for_the_process_that_was_started(registry: Registry) -> None:
+async def test_readiness_waits_for_the_started_process(registry: Registry) -> None:
     """A restarted container reuses pids while the old leases still live; two containers of one host have the same
     pids."""
     await register(registry, Instance("decode-0-ffffffff", Role.DECODE, host=HERE, pid=WORKER.pid))
@@ -41,7 +41,7 @@ async def test_waits_for_the_process_that_was_started(registry: Registry) -> Non
         assert await asyncio.wait_for(waiting, 30) == WORKER
 
 
-async def test_removes_the_instance_and_its_card_alone(registry: Registry) -> None:
+async def test_remove_deletes_only_the_instance_and_its_card(registry: Registry) -> None:
     other = Instance("decode-1-eeeeeeee", Role.DECODE, model="demo", host=HERE, pid=2)
     for instance in (WORKER, other):
         await register(registry, instance)
