@@ -31,7 +31,7 @@ GARBAGE = [
 ]
 
 
-async def test_keys_and_values_in_etcd(
+async def test_malformed_keys_and_values_in_etcd_are_skipped(
     etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with EtcdRegistry(etcd_url, namespace) as registry, EtcdRegistry(etcd_url, namespace) as other:
@@ -58,7 +58,9 @@ async def _put_raw(registry: EtcdRegistry, key: bytes, value: bytes) -> None:
     await session._client.put(key, value, lease=session.lease)
 
 
-async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_malformed_messages_on_nats_are_skipped(
+    nats_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
     names = QueueNames(namespace, "m")
     client = await nats.connect(nats_url)
     async with (
@@ -88,7 +90,7 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
         assert what in caplog.text
 
 
-async def test_cache_events_of_an_engine() -> None:
+async def test_malformed_cache_events_are_skipped() -> None:
     from pdserve.engine.vllm import api  # vLLM takes seconds to import
     from pdserve.engine.vllm.cache import CacheMirror
 

@@ -358,7 +358,7 @@ def test_keys_appear_only_in_their_file(graph: KeyedServe) -> None:
     assert not [text for text in said for key in (ALICE, BOB, CAROL) if key in text]
 
 
-def test_ctrl_c_while_it_starts(serve: Serve) -> None:
+def test_ctrl_c_ends_a_starting_graph_at_once(serve: Serve) -> None:
     """An engine loads in a thread that cannot be stopped. The stop waits neither for it nor for a drain."""
     _simulate(serve, "load-seconds: 90")
     serve.file.write_text(serve.file.read_text().replace("drain-timeout: 5", "drain-timeout: 90"))

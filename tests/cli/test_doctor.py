@@ -98,7 +98,7 @@ async def _joins(etcd: str) -> None:
         pass
 
 
-async def test_servers_with_credentials(
+async def test_servers_accept_only_their_own_credentials(
     tmp_path: Path, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = create(tmp_path / "other")

@@ -19,7 +19,7 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_file_of_names(file: Path) -> None:
+def test_a_file_of_named_keys_is_read(file: Path) -> None:
     file.write_text(
         f"alice:\n  key: {LONG}\n  requests-per-minute: 60\n  concurrent-requests: 8\n"
         f"bob@example.org: {{key-sha256: {HASH}, tokens-per-minute: 100000, admin: true}}\n"
@@ -32,7 +32,7 @@ def test_a_file_of_names(file: Path) -> None:
     assert (found.files, found.notes) == ([file], [])
 
 
-def test_a_file_of_lines(file: Path) -> None:
+def test_a_file_with_a_key_per_line_is_read(file: Path) -> None:
     file.write_text(f"# ours\n{LONG}\n\n  alice={OTHER}\n# end\nbase64-0123456789==\n")
     assert read_keys(file, {}).keys == [
         ApiKey.of(LONG),
@@ -41,7 +41,7 @@ def test_a_file_of_lines(file: Path) -> None:
     ]
 
 
-def test_the_environment(file: Path) -> None:
+def test_keys_of_the_environment_are_added(file: Path) -> None:
     file.write_text(LONG)
     assert read_keys(None, {}).keys == []
     assert read_keys(None, {"PDSERVE_API_KEYS": ""}).keys == []

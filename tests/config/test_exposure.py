@@ -18,7 +18,7 @@ TLS = "Security.tls-certificate and tls-key"
 NATS, ETCD = "nats: 'nats://127.0.0.1:4222'", "etcd: 'localhost:2379'"
 
 
-def test_loopback() -> None:
+def test_loopback_addresses_are_recognized() -> None:
     assert all(map(is_loopback, ("127.8.8.8", "::1", "::ffff:127.0.0.1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "::ffff:10.0.0.5", "localhost.example.com")))
 
@@ -36,7 +36,9 @@ def test_loopback() -> None:
     ],
 )
 @pytest.mark.parametrize("security", ["", "allow: [plain-graph]", "credentials: folder"])
-def test_a_graph(tmp_path: Path, graph: str, expected: list[str], security: str) -> None:
+def test_an_unprotected_graph_is_refused(
+    tmp_path: Path, graph: str, expected: list[str], security: str
+) -> None:
     text = f"{GOOD}Graph: {{{graph}}}\nSecurity: {{{security}}}\n"
     if security or not expected:
         read(tmp_path, text)
@@ -71,7 +73,7 @@ def test_a_server_with_tls_needs_credentials(tmp_path: Path, address: str, allow
         ("credentials: a", "key", "no TLS: "),
     ],
 )
-def test_the_api(tmp_path: Path, security: str, keys: str, expected: str) -> None:
+def test_an_unprotected_api_is_refused(tmp_path: Path, security: str, keys: str, expected: str) -> None:
     text = GOOD.replace("  port: 8000", "  host: 0.0.0.0") + f"Security: {{{security}}}\n"
     env = {"PDSERVE_API_KEYS": keys}
     if not expected:

@@ -139,7 +139,7 @@ PARSER = processor("enable-auto-tool-choice: true, tool-call-parser: mine, tool-
         (PARSER, "prefill.engine_args", {"block-size": 32}),
     ],
 )
-def test_what_is_read(tmp_path: Path, text: str, name: str, value: object) -> None:
+def test_values_of_files_are_read(tmp_path: Path, text: str, name: str, value: object) -> None:
     (tmp_path / "deep/down/model").mkdir(parents=True)
     expected = value.replace("FOLDER", str(tmp_path)) if isinstance(value, str) else value
     assert attrgetter(name)(read(tmp_path, text)) == expected
@@ -182,7 +182,7 @@ Slo: {ttft: 1.5s, gap: 60 ms}
 """
 
 
-def test_all_sections(tmp_path: Path) -> None:
+def test_all_sections_are_read(tmp_path: Path) -> None:
     """Relative paths begin at the file's folder."""
     limits = "port: 80\n  max-wait: 2.5\n  max-waiting: 7\n  max_waiting_tokens: 90\n  max-outputs: 3"
     sections = GRAPH.replace("Security: {allow: [plain-graph]}\n", REST)
@@ -254,7 +254,7 @@ def test_kubernetes_service_variables_are_ignored(tmp_path: Path) -> None:
     assert (config.frontend.port, config.from_environment) == (9, ())
 
 
-def test_lists_of_servers(tmp_path: Path) -> None:
+def test_several_servers_may_be_a_list_or_a_text(tmp_path: Path) -> None:
     nats, etcd = ["nats://127.0.0.1:1", "nats://127.0.0.1:2"], ["127.0.0.1:3", "http://127.0.0.1:4"]
     for keys in (f"nats: {nats}, etcd: {etcd}", f"nats: '{', '.join(nats)}', etcd: '{','.join(etcd)}'"):
         config = read(tmp_path, graph(keys))
@@ -265,7 +265,7 @@ def test_lists_of_servers(tmp_path: Path) -> None:
     assert (config.nats, config.etcd) == (",".join(nats), "127.0.0.1:3,127.0.0.1:4")
 
 
-def test_mistakes_of_the_security_section(tmp_path: Path) -> None:
+def test_mistakes_in_the_security_section_are_reported(tmp_path: Path) -> None:
     found = problems(tmp_path, f"{GOOD}Security: {{tls-certificate: a, allow: [nothing, plain-graph]}}\n")
     assert found[0].startswith("FILE:11: Security.allow is ['nothing', 'plain-graph'], but must be a list of")
     assert found[1] == "FILE:11: Security.tls-certificate needs tls-key beside it."
@@ -432,7 +432,9 @@ def named(folder: Path, text: str, start: str) -> list[str]:
     ("make", "keys", "start"),
     [(make, keys, f"FILE:{at}{said}") for make, at, rows in MISTAKES for keys, said in rows.items()],
 )
-def test_mistakes_of_keys(tmp_path: Path, make: Callable[[str], str], keys: str, start: str) -> None:
+def test_mistakes_in_keys_are_reported(
+    tmp_path: Path, make: Callable[[str], str], keys: str, start: str
+) -> None:
     assert len(named(tmp_path, make(keys), start)) == 1
 
 
@@ -467,7 +469,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("old", "new", "said"), CHANGES)
-def test_mistakes_elsewhere(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_other_mistakes_are_reported(tmp_path: Path, old: str, new: str, said: str) -> None:
     assert old in GOOD
     named(tmp_path, GOOD.replace(old, new), f"FILE{said}")
 
@@ -502,7 +504,7 @@ def test_dates_do_not_depend_on_imported_modules(tmp_path: Path, monkeypatch: py
     """lm-format-enforcer, which vLLM imports, makes PyYAML read dates as strings."""
     constructors = yaml.SafeLoader.yaml_constructors
     monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
-    test_mistakes_elsewhere(tmp_path, *CHANGES[3])
+    test_other_mistakes_are_reported(tmp_path, *CHANGES[3])
 
 
 def test_all_problems_are_found_at_once_and_in_order(tmp_path: Path) -> None:
@@ -519,7 +521,7 @@ def test_all_problems_are_found_at_once_and_in_order(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(b"\xff\xfe\x00\x81"), "is not UTF-8 text"),
     ],
 )
-def test_unreadable_files(tmp_path: Path, make: Callable[[Path], object], expected: str) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path, make: Callable[[Path], object], expected: str) -> None:
     path = tmp_path / "graph.yaml"
     make(path)
     with pytest.raises(ConfigError) as caught:

@@ -20,7 +20,7 @@ VALUES = ["", "null", "[]", "{}", "-1", "'x'", "[[1], {a: b}]", "{x: {y: z}}", "
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_only_config_errors(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_changed_file_raises_only_config_errors(tmp_path: Path, data: st.DataObject) -> None:
     lines = list(LINES)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(lines) - 1))
@@ -50,7 +50,7 @@ def test_only_config_errors(tmp_path: Path, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "text", ["&a [*a]", "? [1]\n: 2", "\t", "%YAML 9", "---\n...\n", "a: !!set {b}", "\ufeffFrontend: {}"]
 )
-def test_odd_yaml(tmp_path: Path, text: str) -> None:
+def test_odd_yaml_is_a_config_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "graph.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError):

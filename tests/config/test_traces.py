@@ -24,7 +24,9 @@ DISABLED, PROTOCOL = "OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_PROTOCOL"
         ("", {BASE: "http://env:4317", PROTOCOL: "grpc"}, None),
     ],
 )
-def test_the_collector(tmp_path: Path, text: str, env: dict[str, str], url: str | None) -> None:
+def test_the_environment_overrides_the_collector_of_the_file(
+    tmp_path: Path, text: str, env: dict[str, str], url: str | None
+) -> None:
     config = read(tmp_path, GOOD + text, env)
     assert config.otlp_endpoint == url
     told = [note for note in config.notes if "OTEL_EXPORTER_OTLP_ENDPOINT" in note]

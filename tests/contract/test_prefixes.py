@@ -45,7 +45,7 @@ def test_names_are_the_same_in_every_process_and_version() -> None:
         ([], None, 0),
     ],
 )
-def test_hit(prompt: list[int], salt: str | None, hit: int) -> None:
+def test_leading_cached_blocks_are_a_hit(prompt: list[int], salt: str | None, hit: int) -> None:
     assert cached(100, 8, list(range(40))).hit(prompt, salt) == hit
     assert cached(100, 8, list(range(40)), "other").hit(prompt, salt) == 0
     if salt:

@@ -115,7 +115,7 @@ def converted(folder: Path, name: str, text: str, gpus: int = 4) -> tuple[Graph,
     return graph, load(folder / "graph.yaml", {})
 
 
-def test_a_flat_file(tmp_path: Path) -> None:
+def test_a_flat_file_is_converted(tmp_path: Path) -> None:
     graph, config = converted(tmp_path, "vllm.yaml", FLAT.replace("0.0.0.0", "127.0.0.1"))
     assert config.frontend is not None
     assert config.decode is not None
@@ -153,7 +153,7 @@ def test_a_server_is_split_over_the_gpus(
     assert ("tensor-parallel-size" in graph.dropped) is (not gpus)
 
 
-def test_a_shell_script(tmp_path: Path) -> None:
+def test_a_shell_script_is_converted(tmp_path: Path) -> None:
     graph, config = converted(tmp_path, "run.sh", SCRIPT)
     assert graph.dropped == {}
     assert config.frontend is not None
@@ -171,7 +171,7 @@ def test_a_shell_script(tmp_path: Path) -> None:
     }
 
 
-def test_a_container_and_a_deployment(tmp_path: Path) -> None:
+def test_a_container_and_a_deployment_are_converted(tmp_path: Path) -> None:
     graph, config = converted(tmp_path, "run.sh", DOCKER)
     assert list(graph.dropped) == ["--use-v2-block-manager"]
     assert config.prefill is not None
@@ -185,7 +185,7 @@ def test_a_container_and_a_deployment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1alpha1", "v1beta1"])
-def test_a_dynamo_manifest(tmp_path: Path, version: str) -> None:
+def test_a_dynamo_manifest_is_converted(tmp_path: Path, version: str) -> None:
     graph, config = converted(tmp_path, "graph-deployment.yaml", dynamo(version))
     assert config.decode is not None
     assert config.prefill is not None
@@ -200,7 +200,7 @@ def run(*words: str) -> int:
     return main(["init", *words])
 
 
-def test_the_command_line_after_dashes(
+def test_a_command_line_after_dashes_is_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -256,7 +256,7 @@ def test_a_manifest_that_contains_a_graph(tmp_path: Path) -> None:
         ("bad.yaml", "a: [", "this is not YAML"),
     ],
 )
-def test_sources_without_a_server(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_sources_without_a_server_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=said):
         servers_of(str(tmp_path / name))

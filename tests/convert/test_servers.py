@@ -34,7 +34,7 @@ def only(command: str) -> Server:
         ("--seed 1 --seed 2", "seed", 2),
     ],
 )
-def test_an_option_as_vllm_reads_it(option: str, name: str, value: object) -> None:
+def test_options_are_read_as_by_vllm(option: str, name: str, value: object) -> None:
     server = only(f"vllm serve demo {option} -tp 2")
     assert server.dropped == {}
     if value is None:
@@ -115,7 +115,7 @@ ONE = "vllm serve demo -tp 2 "
         ),
     ],
 )
-def test_counts_of_the_roles(
+def test_workers_of_each_role_are_counted(
     tmp_path: Path, script: str, decode: int, prefill: int, dropped: set[str] | None
 ) -> None:
     (tmp_path / "run.sh").write_text(script)
@@ -129,7 +129,7 @@ def manifest(tmp_path: Path, *documents: object) -> list[Server]:
     return servers_of(str(tmp_path / "m.yaml"))
 
 
-def test_roles_by_labels_and_names(tmp_path: Path) -> None:
+def test_roles_follow_from_labels_and_names(tmp_path: Path) -> None:
     def deployment(role: str, replicas: int, **metadata: object) -> dict[str, object]:
         container = {"image": "any", "command": ["vllm", "serve", "demo"]}
         template = {"metadata": metadata, "spec": {"containers": [container]}}
@@ -143,7 +143,7 @@ def test_roles_by_labels_and_names(tmp_path: Path) -> None:
     assert counts(servers) == (4, 1, set())
 
 
-def test_the_environment_of_a_container(tmp_path: Path) -> None:
+def test_the_environment_of_a_container_is_substituted(tmp_path: Path) -> None:
     env = [{"name": "M", "value": "demo"}, {"name": "K", "valueFrom": {"secretKeyRef": {}}}]
     scripted = {"command": ["sh", "-c"], "args": ["exec vllm serve $M --seed 3"], "env": env}
     listed = {
@@ -169,7 +169,7 @@ def test_a_node_count_becomes_nnodes_if_it_divides_the_ranks(tmp_path: Path) -> 
         assert "nnodes" not in manifest(tmp_path, worker(*args))[0].args
 
 
-def test_the_frontend_of_a_dynamo_manifest(tmp_path: Path) -> None:
+def test_the_frontend_of_a_dynamo_manifest_is_converted(tmp_path: Path) -> None:
     front = {"command": ["python3", "-m", "dynamo.frontend", "--http-port", "9000", "--router-mode", "kv"]}
     back = {"command": ["python3", "-m", "dynamo.vllm", "--model", "demo"]}
     graph = graph_for(manifest(tmp_path, {"spec": [front, back]}), 2)

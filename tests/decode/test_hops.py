@@ -81,7 +81,7 @@ async def test_a_request_of_one_token_never_enters_the_decode_engine(
 
 
 @pytest.mark.parametrize("pulled", [True, False])
-async def test_a_timeout(
+async def test_hops_of_a_timeout(
     graph: WorkerGraph, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch, pulled: bool
 ) -> None:
     monkeypatch.setattr(decision, "MIN_TIMEOUT", 0.3)
@@ -102,7 +102,9 @@ async def test_a_timeout(
 
 
 @pytest.mark.usefixtures("brief_transfers")
-async def test_a_transfer_that_fails(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
+async def test_hops_of_a_failed_transfer(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
     """The first token does not wait for the KV, and the request continues after that token."""
     prefill.engine.faults.drop_transfers = True
     answered = frontend.answered[request_id := await frontend.submit(LONG)]
@@ -131,7 +133,7 @@ async def held_back(engine: SimEngine) -> None:
 
 
 @pytest.mark.parametrize(("name", "prompt"), [("decode-0", SHORT), ("prefill-0", LONG)])
-async def test_a_prompt_that_waits_in_an_engine(
+async def test_a_wait_in_an_engine_is_a_hop(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, name: str, prompt: list[int]
 ) -> None:
     engine = prefill.engine if prompt == LONG else graph.decode_engine
@@ -141,7 +143,7 @@ async def test_a_prompt_that_waits_in_an_engine(
     assert hops[0].seconds >= MIN_HOP_SECONDS
 
 
-async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph, frontend: FrontendStream) -> None:
+async def test_hops_of_a_redelivered_prompt(graph: WorkerGraph, frontend: FrontendStream) -> None:
     """First to one prefill worker, which has it for a while, then to another."""
     acted = await graph.act_prefill()
     before = counted("pdserve_prefill_queue_wait_seconds_count")

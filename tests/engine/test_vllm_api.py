@@ -61,31 +61,31 @@ def test_our_list_has_the_arguments_of_the_installed_vllm() -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_messages_fields(name: str) -> None:
+def test_the_fields_of_a_message_are_unchanged(name: str) -> None:
     """By the installed class, and by its syntax tree, which `vllm_diff` compares."""
     assert fields(resolve(name)) == MESSAGES[name].split() == installed.fields(name), f"{name} {ADVICE}"
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_that_are_used(name: str) -> None:
+def test_used_fields_exist(name: str) -> None:
     assert set(FIELDS[name].split()) <= set(fields(resolve(name))), f"{name} {ADVICE}"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_functions_parameters(name: str) -> None:
+def test_the_parameters_of_a_function_are_unchanged(name: str) -> None:
     parameters = list(inspect.signature(resolve(name)).parameters)
     assert parameters == FUNCTIONS[name].split() == installed.parameters(name), f"{name} {ADVICE}"
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_a_functions_parameters_that_are_used(name: str) -> None:
+def test_used_parameters_keep_their_order(name: str) -> None:
     used = CALLED[name].split()
     for parameters in (inspect.signature(resolve(name)).parameters, installed.parameters(name) or ()):
         assert [each for each in parameters if each in used] == used, f"{name} {ADVICE}"
 
 
 @pytest.mark.parametrize("module", SOURCES)
-def test_attributes_that_only_the_source_shows(module: str) -> None:
+def test_used_attributes_are_in_the_source(module: str) -> None:
     source = installed.source(module) or ""
     assert [text for text in SOURCES[module] if text not in source] == [], f"{module} {ADVICE}"
 

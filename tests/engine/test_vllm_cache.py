@@ -60,11 +60,11 @@ def mirror(*events: object) -> CacheMirror:
         ([stored([1, 3], PROMPT[:24])], None, 0),  # some blocks in between are not kept
     ],
 )
-def test_events(events: list[object], salt: str | None, hit: int) -> None:
+def test_events_change_the_known_prefixes(events: list[object], salt: str | None, hit: int) -> None:
     assert mirror(*events).prefixes.hit(PROMPT, salt) == hit
 
 
-def test_events_of_adapters() -> None:
+def test_events_of_adapters_count_for_their_adapter() -> None:
     keys = [("7", "salt"), ("7",)]
     cache = mirror(
         stored([1, 2], PROMPT[:16], lora_name="7", extra_keys=keys),
@@ -83,7 +83,7 @@ def test_blocks_only_in_host_memory_are_no_hit_in_the_cache() -> None:
     assert (cache._blocks, cache.prefixes.known()) == ({}, [])
 
 
-def test_events_of_images() -> None:
+def test_events_of_images_count_for_prompts_with_them() -> None:
     """`red` has the tokens 4 to 11, `blue` 13 and 14."""
     extra = [[["red", 4], "salt"], [["red", -4], ["blue", 5]], None]
     cache = mirror(stored([1, 2, 3], PROMPT[:24], extra_keys=extra))

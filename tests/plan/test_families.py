@@ -127,7 +127,7 @@ def test_kv_of_prompts_within_the_window_may_be_transferred(tmp_path: Path, keys
         ("Qwen2.5-7B", {"num_experts": [8, 64]}, (0, False, ())),
     ],
 )
-def test_older_and_unusual_configs(
+def test_older_and_unusual_configs_are_read(
     tmp_path: Path, family: str, changes: dict[str, object], expected: tuple[int, bool, tuple[str, ...]]
 ) -> None:
     config = published(family)

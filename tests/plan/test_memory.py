@@ -217,7 +217,7 @@ def test_only_the_files_of_the_index_count(tmp_path: Path) -> None:
     assert read_model(folder).stored == {"BF16": 100}
 
 
-def test_weights_cut_short(tmp_path: Path) -> None:
+def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.safetensors is incomplete: download it again"):
         read_model(folder_with(tmp_path, {"a": ("BF16", 1000)}, missing=1))
 
@@ -238,7 +238,9 @@ CONFIG, WEIGHTS, WRONG = "config.json", "model.safetensors", "is not a model tha
         (CONFIG, None, "config.json cannot be read (No such file or directory)"),
     ],
 )
-def test_folders_that_have_no_model(tmp_path: Path, file: str, content: bytes | None, said: str) -> None:
+def test_folders_without_a_model_are_refused(
+    tmp_path: Path, file: str, content: bytes | None, said: str
+) -> None:
     path = folder_with(tmp_path, {"a": ("BF16", 1000)}) / file
     path.unlink()
     if content is not None:

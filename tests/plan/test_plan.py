@@ -275,7 +275,9 @@ def test_gpus_are_used_where_the_file_does_not_say(tmp_path: Path) -> None:
         (Role.FRONTEND, 1, ("frontend-1", (), 0)),
     ],
 )
-def test_one_role_alone(tmp_path: Path, role: Role, index: int, expected: tuple[object, ...]) -> None:
+def test_one_role_alone_keeps_its_port(
+    tmp_path: Path, role: Role, index: int, expected: tuple[object, ...]
+) -> None:
     """Ports as in the whole graph; GPUs after those of workers with a lower index."""
     found = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24)), {role}, index)
     assert found.problems == ()
@@ -378,7 +380,7 @@ DOES_NOT_FIT = [
 
 
 @pytest.mark.parametrize(("text", "on", "problem"), DOES_NOT_FIT)
-def test_what_does_not_fit(tmp_path: Path, text: str, on: Machine, problem: str) -> None:
+def test_what_does_not_fit_is_reported(tmp_path: Path, text: str, on: Machine, problem: str) -> None:
     found = [each.replace(str(tmp_path / "graph.yaml"), "FILE") for each in plan(tmp_path, text, on).problems]
     assert any(each.startswith(problem) for each in found), found
     assert all(each.endswith(".") for each in found)
@@ -589,7 +591,7 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     assert "hf_secret" not in shown(found) + json.dumps(plan_as_dict(found))
 
 
-def test_as_json(tmp_path: Path) -> None:
+def test_a_plan_as_json(tmp_path: Path) -> None:
     found = plan(tmp_path, f"{dynamo(tmp_path)}\nSlo: {{ttft: 500ms, gap: 60ms}}\n", FOUR_A10)
     assert "promise  the first token within 500ms, gaps of 60ms at most" in shown(found)
     data = json.loads(json.dumps(plan_as_dict(found)))

@@ -165,7 +165,7 @@ async def test_requests_past_their_deadline_are_dropped(queues: Queues) -> None:
     assert ids(await prefill.pull(2, 1)) == ["in time"]
 
 
-async def test_cancelled_while_queued_and_while_running(queues: Queues) -> None:
+async def test_requests_are_cancelled_while_queued_and_while_running(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     cancels = prefill.notices()
     await prefill.pull(1, 0)

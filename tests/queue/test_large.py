@@ -9,7 +9,7 @@ from pdserve.util.errors import QueueFull
 from tests.queue.requests import publish, request
 
 
-async def test_a_prompt_of_more_than_a_megabyte(nats_url: str, namespace: str) -> None:
+async def test_a_prompt_of_more_than_a_megabyte_passes_the_queue(nats_url: str, namespace: str) -> None:
     large = request("large", prompt=400_000)
     assert len(encode(large)) > 1 << 20
     async with (
@@ -36,7 +36,7 @@ async def test_large_prompts_are_bounded_together(nats_url: str, namespace: str)
         await publish(queue, "small")
 
 
-async def test_a_server_with_less_memory_than_the_bound(nats_url: str, namespace: str) -> None:
+async def test_a_server_may_have_less_memory_than_the_bound(nats_url: str, namespace: str) -> None:
     async with JetStreamQueue(nats_url, namespace, "m", StreamLimits(max_bytes=1 << 50)) as queue:
         await publish(queue, "a")
         assert len(await queue.pull(1, 1.0)) == 1

@@ -108,7 +108,9 @@ async def test_a_pull_ends_when_the_server_dies(outage: Outage) -> None:
         await pulling
 
 
-async def test_a_hung_server(nats_outage: NatsOutage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_server_counts_as_disconnected(
+    nats_outage: NatsOutage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "PING_INTERVAL", 0.2)
     monkeypatch.setattr(connection, "PING_TIMEOUT", 1)
     decode, prefill = await nats_outage.queues(), await nats_outage.queues()
@@ -159,7 +161,7 @@ async def test_a_request_published_after_the_stream_was_deleted_is_stored(
                 assert await prefill.pull(1, 0.1) == []
 
 
-async def test_a_server_that_starts_after_the_queue(tmp_path: Path) -> None:
+async def test_a_queue_connects_to_a_server_that_starts_later(tmp_path: Path) -> None:
     port = free_port("127.0.0.1")
     async with connect(f"nats://127.0.0.1:{port}", "ns", "m") as queue:
         assert not queue.connected

@@ -47,7 +47,7 @@ async def etcds(tmp_path: Path, credentials: Credentials) -> AsyncIterator[EtcdC
         yield EtcdCluster(members, credentials)
 
 
-async def test_lost_members_of_a_cluster(etcds: EtcdCluster) -> None:
+async def test_a_cluster_survives_lost_members(etcds: EtcdCluster) -> None:
     """A member is killed, hangs, or is isolated: leases and watches continue at another. Then the majority is killed
     and comes back."""
     async with etcds.registry() as first, etcds.registry() as other, following(other) as seen:

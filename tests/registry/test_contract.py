@@ -115,7 +115,7 @@ async def test_the_last_put_wins(stage: Stage) -> None:
         assert await first.read("a") == {"a": b"19"}
 
 
-async def test_large_values_and_many_keys(stage: Stage) -> None:
+async def test_large_values_and_many_keys_are_read(stage: Stage) -> None:
     async with stage.registry() as first, stage.registry() as other:
         for number in range(8):
             await first.put(f"k/{number}", b"x" * 1_000_000)

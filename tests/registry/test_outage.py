@@ -20,7 +20,9 @@ from tests.servers import hung
 
 
 @pytest.mark.parametrize("lose_data", [False, True])
-async def test_an_outage(outage: Outage, lose_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_survive_an_outage(
+    outage: Outage, lose_data: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 1.0)
     async with outage.registry() as first, outage.registry() as other, following(other) as seen:
         for key in ("kept", "changed", "deleted"):
@@ -174,7 +176,7 @@ async def test_a_process_keeps_its_keys_and_vanishes_with_its_lease_when_it_is_k
         await seen.until({})
 
 
-async def test_a_hung_server(etcd_stage: EtcdStage) -> None:
+async def test_a_hung_server_loses_no_process(etcd_stage: EtcdStage) -> None:
     """A cancelled call leaves no created key; no process is seen to vanish; leaving may be cancelled."""
     leaving = etcd_stage.registry()
     await leaving.__aenter__()

@@ -219,7 +219,7 @@ async def test_the_signals_of_one_stop_count_once(monkeypatch: pytest.MonkeyPatc
         assert len(stops) == counted
 
 
-async def test_stop_while_waiting_to_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stop_ends_the_wait_for_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = replace(QUICK, first=60, ceiling=60)
     async with Graph(tmp_path, fake(CRASH), policy=policy, registered=False) as graph:
         await until(lambda: "restarting it in 60" in caplog.text)

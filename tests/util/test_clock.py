@@ -7,7 +7,7 @@ import pytest
 from pdserve.util import clock
 
 
-def test_the_clock_of_a_process_and_that_of_one_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_role_may_have_another_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"{clock.VARIABLE}_PREFILL", "-40")
     monkeypatch.setenv(clock.VARIABLE, "")
     clock.skew_role("decode")

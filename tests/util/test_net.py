@@ -40,7 +40,7 @@ def test_no_port_is_given_twice_also_to_another_process(monkeypatch: pytest.Monk
 
 
 @LOOPBACKS
-def test_the_holder_of_a_port(host: str) -> None:
+def test_the_holder_of_a_port_is_found(host: str) -> None:
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
         port = server.getsockname()[1]
         assert "pid" in (find_port_holder(host, port) or "")

@@ -93,7 +93,7 @@ async def test_no_link_remains_of_a_worker_that_leaves_with_a_request(
     ],
     ids=["threshold", "adaptive", "always", "never"],
 )
-async def test_the_limit_of_the_queue(settings: dict[str, object], limit: int) -> None:
+async def test_the_load_states_the_limit_of_the_queue(settings: dict[str, object], limit: int) -> None:
     async with WorkerGraph(**settings) as graph:  # type: ignore[arg-type]
         assert graph.decode.load().queue_limit == limit
         await graph.act_prefill()

@@ -59,14 +59,14 @@ def test_on_slow_workers_a_step_with_a_prompt_stays_short() -> None:
     assert finish(ADAPTIVE, (4.0, 4.0), 0.4)[1] > finish(ALL_REMOTE, (4.0, 4.0), 0.4)[1] + 0.08
 
 
-def test_several_workers_of_each_kind() -> None:
+def test_adaptive_is_faster_with_several_workers_of_each_kind() -> None:
     adaptive, threshold = (
         Figures.of(VirtualGraph(each, prefill=2, decode=2).poisson(40, 30)) for each in (ADAPTIVE, THRESHOLD)
     )
     assert adaptive.ttft50 < 0.6 * threshold.ttft50
 
 
-def test_a_prefill_worker_that_gets_slow_and_fast_again() -> None:
+def test_a_prefill_worker_that_gets_slow_is_avoided_until_it_is_fast_again() -> None:
     """From 20 to 60 s it is 10 times slower: avoided, tried occasionally, then used again."""
     graph = VirtualGraph(ADAPTIVE)
     graph.after(20, lambda: setattr(graph.prefill[0], "slow", 10.0))

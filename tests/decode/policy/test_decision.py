@@ -61,7 +61,7 @@ def test_thresholds_and_always_ignore_costs(
         (costs(0.0, 8, 0.0, handover=1.0), "local", "local-cheaper"),
     ],
 )
-def test_the_cheaper_way(estimates: Estimates, mode: str, reason: str) -> None:
+def test_the_cheaper_way_is_chosen(estimates: Estimates, mode: str, reason: str) -> None:
     decision = decide(5000, 0, 99, 1, True, ADAPTIVE, estimates=estimates)
     assert (decision.mode, decision.reason) == (mode, reason)
 

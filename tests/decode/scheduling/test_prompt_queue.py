@@ -39,7 +39,7 @@ def in_order(waiting: list[tuple[str, float]], now: float = 0.0, needs: float = 
         pytest.param([("~a", 1), ("b", 0.05), ("b", INF)], "b2 b1 ~a0", id="flex requests after late ones"),
     ],
 )
-def test_order(waiting: list[tuple[str, float]], served: str) -> None:
+def test_the_order_of_turns(waiting: list[tuple[str, float]], served: str) -> None:
     assert in_order(waiting) == served.split()
 
 
