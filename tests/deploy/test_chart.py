@@ -1,5 +1,4 @@
-"""The chart of deploy/helm has no faults, neither such that a cluster would refuse nor such that it would not
-notice."""
+"""Renderings of the chart in deploy/helm are valid for Kubernetes, consistent, and as safe as docs/security.md says."""
 
 import json
 import re
@@ -116,7 +115,7 @@ def test_pods_may_do_no_more_than_they_need(name: str) -> None:
         assert each.env.keys() <= KNOWN
         user = pod["securityContext"]
         assert user["runAsNonRoot"]
-        if name == "cluster":  # OpenShift chooses them
+        if name == "cluster":  # OpenShift chooses the ids
             assert not user.keys() & {"runAsUser", "runAsGroup", "fsGroup"}
         else:
             assert user["runAsUser"] == user["fsGroup"] == _user_of_the_image()
@@ -174,7 +173,7 @@ def test_selectors_find_their_pods_and_no_others(name: str) -> None:
 
 
 def test_the_values_of_a_pod_are_merged_as_kubernetes_would() -> None:
-    """Kubernetes' own rules: `kubectl patch --type strategic`."""
+    """Compared with `kubectl patch --type strategic`."""
     patch: Object = {
         "metadata": {"labels": {"team": "llm"}, "annotations": {"prometheus.io/scrape": "false"}},
         "spec": {
@@ -217,7 +216,7 @@ def test_the_values_of_a_pod_are_merged_as_kubernetes_would() -> None:
 
 
 def _in_any_order(value: Any) -> Any:
-    """Kubernetes puts new items of a list first."""
+    """Sort lists, because Kubernetes puts new items first."""
     if isinstance(value, dict):
         return {key: _in_any_order(inner) for key, inner in value.items()}
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -225,7 +224,7 @@ def _in_any_order(value: Any) -> Any:
     return value
 
 
-def test_the_pod_of_all_comes_before_the_pod_of_one() -> None:
+def test_pod_values_of_one_role_override_those_of_all() -> None:
     own = {"spec": {"priorityClassName": "high"}}
     every = {"spec": {"priorityClassName": "low", "runtimeClassName": "nvidia"}}
     rendering = render({"pod": every, "etcd": {"pod": own}, "decode": {"pod": own}})

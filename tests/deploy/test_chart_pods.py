@@ -48,7 +48,7 @@ PROGRAMS = {
 }
 """programs of images, by command or name of the image"""
 CLAIMS = {"models": MODEL_DIR.parent}
-"""folders of persistent volume claims"""
+"""persistent volume claim -> folder of this machine"""
 CLUSTER: Object = {
     "config": YAML.replace("model: demo,", "model: /models/model,"),
     "fullnameOverride": "pdserve",
@@ -63,7 +63,7 @@ CLUSTER: Object = {
         "pod": {"spec": {"containers": [{"name": "frontend", "env": [{"name": "TZ", "value": "UTC"}]}]}}
     },
 }
-"""Values as of somebody's own cluster."""
+"""Values that users set for their own cluster."""
 _ELSEWHERE = {"/data": "/srv"}
 """folder of an image -> folder of this machine"""
 ROLES = ("frontend", "decode", "prefill")

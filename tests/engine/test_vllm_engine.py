@@ -193,7 +193,7 @@ class Engines:
         return await self.go_on(name, prompt, wanted, *await self.first(name, prompt, wanted))
 
     async def all_free(self) -> None:
-        """Wait until all blocks are free, for less than a KV lease, whose end frees them too."""
+        """Wait until all blocks are free; less than a KV lease, because its end frees them too."""
         await until(self.decode.engine.all_blocks_free, 20)
         await until(self.prefill.engine.all_blocks_free, 20)
 
