@@ -1,11 +1,14 @@
 """Send thousands of requests, most of which are cancelled or fail, and check for leaks.
 
     python -m pdserve_bench.soak [--real] [--warm-up 2000] [--requests 4000] [--seed 1]
+    python -m pdserve_bench.soak --workers 2,16,64 [--requests 1000] [--rate 10]
 
 Starts a graph (simulated engines, or with --real that of configs/local.yaml), sends a warm-up and measures each
 process: KV blocks, sockets, files, asyncio tasks, threads, memory, and the data in NATS and etcd. After the requests,
 the graph has 60 s to return to these values. Exit code 1 if something grew beyond its margin (`usage.MARGINS`), or a
 request got an unexpected response.
+
+With --workers, measure instead what a request costs in graphs of so many simulated workers (`cost.py`).
 """
 
 import argparse
@@ -26,6 +29,7 @@ from pdserve_bench.graphs.launch import REAL, started
 from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.graphs.watch import GraphWatch
 from pdserve_bench.options import program
+from pdserve_bench.soak.cost import measure_costs, show_costs, sizes_of
 from pdserve_bench.soak.requests import MixedLoad
 from pdserve_bench.soak.usage import MARGINS, UsageSnapshot, leaks, measure_usage, nats_keeps
 
@@ -94,17 +98,25 @@ async def _main(args: argparse.Namespace, folder: Path) -> SoakReport:
     file = REAL if args.real else write(SIMULATED, folder / "sim.yaml")
     lengths = LENGTHS["real" if args.real else "sim"]
     async with started(file, folder, partial(print, file=sys.stderr), thresholds=True) as running:
-        return await soak(running.graph, args.warm_up, args.requests, lengths, args.seed)
+        return await soak(running.graph, args.warm_up, args.requests or 4000, lengths, args.seed)
 
 
 def main() -> int:
     parser = program(__doc__)
     parser.add_argument("--real", action="store_true")
-    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--workers", type=sizes_of, metavar="2,16,64")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second, with --workers")
+    parser.add_argument("--requests", type=int, help="default: 4000; 1000 with --workers")
     parser.add_argument("--warm-up", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
+    if args.workers:
+        with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
+            say = partial(print, file=sys.stderr)
+            requests = args.requests or 1000
+            show_costs(asyncio.run(measure_costs(args.workers, requests, args.rate, Path(folder), say)))
+        return 0
     for name, value in ALLOCATOR.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
