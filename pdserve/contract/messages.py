@@ -219,6 +219,8 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     traceparent: str = ""
     held: float = 0.0
     """seconds that the request waited at the decode worker before it was stored"""
+    reads_state: bool = False
+    """the decode worker reads `PrefillStarted.state`; for older ones the prefill worker broadcasts each pull"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):
@@ -243,7 +245,9 @@ class PrefillLoad(Struct, frozen=True):
 
 
 class QueueState(Struct, frozen=True, tag=True):
-    """Sent by a prefill worker with each pull, so that decode workers know the queue's depth without asking NATS."""
+    """The queue and one prefill worker after a pull, so that decode workers know both without asking NATS. The decode
+    worker whose request was pulled gets it in `PrefillStarted`, all others by broadcasts at a bounded rate
+    (`queue/reports.py`)."""
 
     delivered_seq: int
     """highest stream sequence delivered so far"""
@@ -295,6 +299,8 @@ class PrefillStarted(Struct, frozen=True, tag=True):
     """instance id of the prefill worker"""
     queued: float = 0.0
     """seconds that the request was in the queue"""
+    state: QueueState | None = None
+    """after this pull; None from older workers, and for warm-ups"""
 
 
 class PrefillProgress(Struct, frozen=True, tag=True):

@@ -154,9 +154,8 @@ class PromptRunner:
             self._running.drop(running, failed=True)
             await self._answer(delivery, PrefillFailed(request.request_id, "refused", str(error)))
         else:
-            await self._answers.send(
-                request.decode, PrefillStarted(request.request_id, self.id, delivery.queued)
-            )
+            started = PrefillStarted(request.request_id, self.id, delivery.queued, delivery.state)
+            await self._answers.send(request.decode, started)
 
     def _refusal(self, delivery: Delivery) -> PrefillFailed | None:
         request, facts = delivery.request, self._engine.facts

@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 
-from pdserve.contract.messages import PrefillAnswer, PrefillLoad, PrefillRequest, ToPrefill
+from pdserve.contract.messages import PrefillAnswer, PrefillLoad, PrefillRequest, QueueState, ToPrefill
 from pdserve.queue.depth import Puller
 from pdserve.runtime.tasks import Lifetime
 
@@ -24,6 +24,8 @@ class Delivery:
         """true if a worker had it before and did not ack"""
         self.queued = queued
         """seconds in the queue, by the server's clock; 0 if the server does not report its time"""
+        self.state: QueueState | None = None
+        """after the pull, for `PrefillStarted`"""
         self.deadline = time.monotonic() + request.timeout - queued
         """monotonic time until which the decode worker waits for the answer"""
 
@@ -74,8 +76,9 @@ class PrefillQueue(Lifetime):
     @property
     @abstractmethod
     def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
-        """By prefill worker's id: the load that it sent with its last pull, and the monotonic time of its arrival.
-        Workers that are gone may stay for a while."""
+        """By prefill worker's id: the load that it sent last, and the monotonic time of its arrival. It may be wrong by
+        `reports.BACKLOG_ERROR`, and by what the worker pulled within `reports.INTERVAL`. Workers that are gone may stay
+        for a while."""
 
     # decode side
 
@@ -91,7 +94,8 @@ class PrefillQueue(Lifetime):
 
     @abstractmethod
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
-        """Yield the answers to the requests of decode worker `instance`; undecodable ones are logged and skipped."""
+        """Yield the answers to the requests of decode worker `instance`, after updating `depth` and `loads` by their
+        queue states; undecodable ones are logged and skipped."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None: ...
@@ -120,8 +124,8 @@ class PrefillQueue(Lifetime):
     @abstractmethod
     async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         """Return up to `limit` queued requests. If there are none, wait up to `wait` seconds for one. Requests past
-        their deadline, and cancelled ones, are acked and left out. Sends decode workers the new queue state and the
-        load of `worker`."""
+        their deadline, and cancelled ones, are acked and left out. Reports the new queue state and the load of `worker`
+        to decode workers (`reports.py`)."""
 
     @abstractmethod
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...

@@ -1,7 +1,8 @@
 """The depth of the prefill queue, which a process computes without asking the server, and the load of prefill workers.
 
 The stream numbers the stored requests: 1, 2, 3, … A decode worker learns the sequence numbers of its own requests when
-they are stored, and the queue state from prefill workers, which broadcast it with each pull.
+they are stored, and the queue state when they are pulled. Prefill workers broadcast it only while requests wait
+(`reports.py`), so without a report others' requests count as pulled.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,39 +17,51 @@ from pdserve.contract.messages import PrefillLoad, PrefillRequest, QueueState
 class QueueDepth:
     delivered: int = 0
     """highest known sequence that was delivered to a prefill worker"""
-    last: int = 0
-    """highest known sequence that was stored"""
-    missing: int = 0
-    """requests between the two that the server no longer has: too old, or purged"""
+    pending: int = 0
+    """stored requests beyond it, up to `end`"""
+    end: int = 0
+    """highest sequence that `pending` covers"""
+    own: frozenset[int] = frozenset()
+    """sequences beyond `end` of this process's requests"""
 
     @property
     def value(self) -> int:
-        return max(0, self.last - self.delivered - self.missing)
+        return self.pending + len(self.own)
+
+    @property
+    def last(self) -> int:
+        """Highest known sequence that was stored."""
+        return max(self.end, *self.own, 0)
 
     def published(self, sequence: int) -> "QueueDepth":
-        """Update for a request of this process that was stored. Confirmations may come out of order."""
-        return replace(self, last=max(self.last, sequence))
+        """Update for a request of this process that was stored; confirmations may come out of order. If requests were
+        waiting, those that others have stored since wait, too."""
+        if sequence <= self.end:
+            return self
+        if self.pending:
+            return self._up_to(self.delivered, self.pending + sequence - self.end, sequence)
+        return replace(self, own=self.own | {sequence})
 
     def reported(self, state: QueueState) -> "QueueDepth":
         """Update for a prefill worker's pull. A lower sequence than the known one is a redelivery or late, and is
-        ignored. Requests stored after those that the state counts are newer than the pull, or missing: they count until
-        `synced`."""
-        if state.delivered_seq < self.delivered:
+        ignored."""
+        end = state.delivered_seq + state.pending
+        if (state.delivered_seq, end) < (self.delivered, self.end):
             return self
-        last = max(self.last, state.delivered_seq + state.pending)
-        gone = self.missing if state.delivered_seq == self.delivered else 0
-        return QueueDepth(state.delivered_seq, last, min(gone, last - state.delivered_seq - state.pending))
+        return self._up_to(state.delivered_seq, state.pending, end)
 
     def synced(self, stored: int, state: QueueState, asked: "QueueDepth") -> "QueueDepth":
         """Update from the server: `stored` is the stream's last sequence, read before `state`, and `asked` is the depth
-        before both. Requests that were stored and are neither delivered nor pending are missing."""
-        end = state.delivered_seq + state.pending
-        truth = QueueDepth(state.delivered_seq, max(stored, end), max(0, stored - end))
-        if truth.last < asked.last or truth.delivered < asked.delivered:
-            return truth  # NATS lost its data, so the stream is a new one
-        if truth.delivered < self.delivered:
+        before both."""
+        end = max(stored, state.delivered_seq + state.pending)
+        if end < asked.last or state.delivered_seq < asked.delivered:
+            return QueueDepth(state.delivered_seq, state.pending, end)  # NATS lost its data: a new stream
+        if state.delivered_seq < self.delivered:
             return self  # a prefill worker has reported a later pull
-        return replace(truth, last=max(truth.last, self.last))
+        return self._up_to(state.delivered_seq, state.pending, end)
+
+    def _up_to(self, delivered: int, pending: int, end: int) -> "QueueDepth":
+        return QueueDepth(delivered, pending, end, frozenset(each for each in self.own if each > end))
 
 
 @dataclass(frozen=True)

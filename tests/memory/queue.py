@@ -13,6 +13,7 @@ from pdserve.contract.messages import (
     PrefillCancel,
     PrefillLoad,
     PrefillRequest,
+    QueueState,
     ToPrefill,
 )
 from pdserve.queue.base import Delivery, PrefillQueue
@@ -197,6 +198,8 @@ class MemoryQueue(PrefillQueue):
                 if worker is not None:
                     load = worker.load_with(delivery.request for delivery in found)
                     self._requests.loads[worker.id] = load, time.monotonic()
+                    for delivery in found:
+                        delivery.state = QueueState(0, self.stored, worker.id, load)
                 return found
             now = time.monotonic()
             if now >= ends:

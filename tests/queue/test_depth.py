@@ -28,7 +28,9 @@ def published(*sequences: int) -> QueueDepth:
             published(1, 2, 3).reported(QueueState(2, 1)).reported(QueueState(2, 4)),
             4,
         ),  # redelivered, with newer pending
-        (published(9), 9),  # earlier requests are unknown: the worst case
+        (published(9), 1),  # others' requests would be reported if they waited
+        (published(1).reported(QueueState(1, 2)).published(6), 5),  # others wait: so do those stored since
+        (published(4, 9).reported(QueueState(5, 1)), 2),
     ],
 )
 def test_depth_without_asking_the_server(depth: QueueDepth, value: int) -> None:
@@ -40,8 +42,8 @@ def test_depth_without_asking_the_server(depth: QueueDepth, value: int) -> None:
     [
         (QueueDepth(), 7, QueueState(4, 3), 3),  # a new consumer on a stream with a past
         (published(1, 2, 3), 3, QueueState(0, 1), 1),  # the others are past their age, or purged
-        (QueueDepth(4, 9), 9, QueueState(4, 5), 5),
-        (QueueDepth(40, 49), 2, QueueState(1, 1), 1),  # NATS lost its data: a new stream
+        (QueueDepth(4, 5, 9), 9, QueueState(4, 5), 5),
+        (QueueDepth(40, 9, 49), 2, QueueState(1, 1), 1),  # NATS lost its data: a new stream
     ],
 )
 def test_depth_synced_with_the_server(before: QueueDepth, stored: int, state: QueueState, value: int) -> None:

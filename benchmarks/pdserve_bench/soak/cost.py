@@ -118,7 +118,9 @@ class _Meter:
             found["nats"].messages += messages
             found[self.ports.get(link["port"], "serve")].messages += messages
         grpc = series((await self.http.get(f"http://{self.etcd.url}/metrics")).text)
-        found["etcd"].messages = sum(total(grpc, f"grpc_server_msg_{way}_total") for way in ("sent", "received"))
+        found["etcd"].messages = sum(
+            total(grpc, f"grpc_server_msg_{way}_total") for way in ("sent", "received")
+        )
         return found
 
 
@@ -208,8 +210,10 @@ def show_costs(costs: Sequence[GraphCost]) -> None:
     print("For 1,000 requests beyond idle; idle figures are of one process.")
     for cost in costs:
         p50, p99 = (1000 * each for each in cost.ttft)
-        print(f"{cost.workers} workers: TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms; "
-              f"other programs used {100 * (cost.foreign or 0):.0f} % of the CPU")
+        print(
+            f"{cost.workers} workers: TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms; "
+            f"other programs used {100 * (cost.foreign or 0):.0f} % of the CPU"
+        )
 
 
 def rows(costs: Sequence[GraphCost]) -> Iterator[dict[str, Any]]:

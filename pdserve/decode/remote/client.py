@@ -156,6 +156,7 @@ class RemotePrefill:
             warm_up=bool(request.warm_up_with),
             traceparent=submit.traceparent,
             held=request.hops.held,
+            reads_state=True,
         )
         request.losses = self.queue.losses
         try:

@@ -20,6 +20,7 @@ from pdserve.contract.messages import (
     PrefillCancel,
     PrefillLoad,
     PrefillRequest,
+    PrefillStarted,
     QueueState,
     ToPrefill,
     decode_prefill_answer,
@@ -49,6 +50,7 @@ from pdserve.queue.jetstream.stream import (
     remove_abandoned,
     require_jetstream,
 )
+from pdserve.queue.reports import MAX_WORKERS, StateReports
 from pdserve.runtime.tasks import TaskOwner
 from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ProtocolError, QueueUnavailable
@@ -59,8 +61,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_CANCELLED = 20_000
 """Most remembered ids of cancelled requests."""
-_MAX_PULLERS = 1000
-"""Most prefill workers whose load is remembered."""
 
 
 class JetStreamQueue(PrefillQueue):
@@ -84,7 +84,12 @@ class JetStreamQueue(PrefillQueue):
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
         self._held = HeldCounts(self._connection)
-        self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(_MAX_PULLERS)
+        self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(MAX_WORKERS)
+        self._reports = StateReports()
+        self._pulled = asyncio.Event()
+        """set from a pull until the engine has finished its prompts"""
+        self._last_pull: tuple[QueueState, Puller | None] = QueueState(0, 0), None
+        """the state after this process's last pull, and the puller"""
         self._created: datetime | None = None
         """when the stream was created, by the server's clock"""
         self._checked_at = 0.0
@@ -107,6 +112,7 @@ class JetStreamQueue(PrefillQueue):
         async with self._connection, TaskOwner() as tasks:
             tasks.forever(self._resync, "queue depth")
             tasks.forever(partial(self._held.report, self._names.held), "held requests")
+            tasks.forever(self._report_state, "queue state")
             yield
 
     @property
@@ -148,12 +154,16 @@ class JetStreamQueue(PrefillQueue):
     # depth
 
     async def _on_state(self, message: Msg) -> None:
-        self._synced_at = time.monotonic()
         try:
             state = decode_queue_state(message.data)
         except ProtocolError as error:
             logger.warning("skipped a queue state: %s", error)
             return
+        self._reports.reported(state, time.monotonic())
+        self._learn(state)
+
+    def _learn(self, state: QueueState) -> None:
+        self._synced_at = time.monotonic()
         self._depth = self._depth.reported(state)
         if state.worker:
             self._loads[state.worker] = state.load, self._synced_at
@@ -163,6 +173,7 @@ class JetStreamQueue(PrefillQueue):
         created, stored, state = await read_state(client, self._names)
         if (self._created is not None and created != self._created) or stored < asked.last:
             self._acks.lost()
+            self._reports = StateReports()
         self._created = created
         self._depth = self._depth.synced(stored, state, asked)
         self._synced_at = time.monotonic()
@@ -202,7 +213,13 @@ class JetStreamQueue(PrefillQueue):
         self._depth = self._depth.published(sequence)
 
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
-        return self._connection.decoded(self._inbox(self._names.answers(instance)), decode_prefill_answer)
+        return self._connection.decoded(self._inbox(self._names.answers(instance)), self._decode_answer)
+
+    def _decode_answer(self, data: bytes) -> PrefillAnswer:
+        answer: PrefillAnswer = decode_prefill_answer(data)
+        if isinstance(answer, PrefillStarted) and answer.state is not None:
+            self._learn(answer.state)
+        return answer
 
     async def cancel(self, request_ids: list[str]) -> None:
         await self._connection.publish(self._names.notices, encode(PrefillCancel(request_ids)))
@@ -240,7 +257,7 @@ class JetStreamQueue(PrefillQueue):
             try:
                 accepted = [await self._accept(message) for message in messages]
                 deliveries = [delivery for delivery in accepted if delivery]
-                await self._broadcast(messages, deliveries, worker)
+                await self._after_pull(messages, deliveries, worker)
             except asyncio.CancelledError:
                 with suppress(QueueUnavailable):
                     for message in messages:  # deliver them to another worker at once
@@ -260,16 +277,40 @@ class JetStreamQueue(PrefillQueue):
             self._connection.leave(client)
             raise QueueUnavailable(f"cannot use the queue's stream: {error}") from error
 
-    async def _broadcast(
+    async def _after_pull(
         self, messages: list[Msg], deliveries: list[Delivery], worker: Puller | None
     ) -> None:
+        """Give the new queue state to the deliveries, for the answers to their decode workers, and report it later.
+        Broadcast it at once if a decode worker gets no answer, or cannot read it there."""
         seen = [message.metadata for message in messages]
-        if newest := max(seen, key=lambda metadata: metadata.sequence.stream, default=None):
-            state = QueueState(newest.sequence.stream, newest.num_pending)
-            if worker is not None:
-                load = worker.load_with(delivery.request for delivery in deliveries)
-                state = msgspec.structs.replace(state, worker=worker.id, load=load)
+        newest = max(seen, key=lambda metadata: metadata.sequence.stream, default=None)
+        if newest is None:
+            return
+        state = QueueState(newest.sequence.stream, newest.num_pending)
+        if worker is not None:
+            load = worker.load_with(delivery.request for delivery in deliveries)
+            state = msgspec.structs.replace(state, worker=worker.id, load=load)
+        self._learn(state)
+        self._last_pull = state, worker
+        self._pulled.set()
+        for delivery in deliveries:
+            delivery.state = state
+        if len(deliveries) < len(messages) or not all(each.request.reads_state for each in deliveries):
             await self._connection.publish(self._names.state, encode(state))
+
+    async def _report_state(self) -> None:
+        """Broadcast this worker's state where other decode workers need it, for ever."""
+        while True:
+            await self._pulled.wait()
+            await asyncio.sleep(self._reports.interval(time.monotonic()))
+            state, worker = self._last_pull
+            if worker is not None:
+                state = msgspec.structs.replace(state, load=worker.load())
+            if self._reports.is_due(state, time.monotonic()):
+                with suppress(QueueUnavailable):
+                    await self._connection.publish(self._names.state, encode(state))
+            elif not state.load.tokens:
+                self._pulled.clear()
 
     async def _accept(self, message: Msg) -> Delivery | None:
         """Return the delivery; None if the request needs no prefill any more."""

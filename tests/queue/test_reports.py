@@ -1,0 +1,154 @@
+"""When prefill workers broadcast their state: where it changes a decision, and at a bounded rate."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+from pdserve.contract.messages import PrefillLoad, PrefillStarted, QueueState, decode_queue_state
+from pdserve.queue.depth import Puller
+from pdserve.queue.jetstream.client import short_connection
+from pdserve.queue.jetstream.stream import QueueNames
+from pdserve.queue.reports import INTERVAL, MAX_RATE, StateReports
+from tests.conditions import until
+from tests.queue.conftest import Queues, nats_queues
+from tests.queue.requests import request
+
+TOKEN = 0.0001
+
+
+def state(
+    delivered: int, pending: int = 0, tokens: int = 0, token: float = TOKEN, worker: str = "p"
+) -> QueueState:
+    return QueueState(delivered, pending, worker, PrefillLoad(tokens, token))
+
+
+@pytest.mark.parametrize(
+    ("reported", "now", "due"),
+    [
+        ([(state(1), 0)], state(9), False),  # pulled and done
+        ([(state(1), 0)], state(9, pending=1), True),
+        ([(state(5, pending=4), 0)], state(9), True),  # the queue is empty again
+        ([(state(5, pending=4), 0)], state(5, pending=4), False),  # no pull since
+        ([(state(5, pending=4), 9.95)], state(9, pending=1), False),  # just reported, here by the same worker
+        ([(state(1), 0)], state(9, tokens=400), False),  # 40 ms of work
+        ([(state(1), 0)], state(9, tokens=600), True),
+        ([(state(1, tokens=3000), 9.8)], state(9, tokens=1000), False),  # 0.2 s later, as expected
+        ([(state(1, tokens=3000), 9.8)], state(9), True),  # done sooner
+        ([(state(1, tokens=3000), 9.8)], state(9, tokens=3000), True),
+        ([(state(1, token=0.0), 0)], state(9), True),  # the first measured speed
+        ([(state(1), 0)], state(9, token=1.2 * TOKEN), False),
+        ([(state(1), 0)], state(9, token=1.3 * TOKEN), True),
+        ([(state(1), 0), (state(3, worker="q"), 0)], state(3), False),
+        (
+            [(state(1), 0), (state(8, pending=2, worker="q"), 9.95)],
+            state(9, pending=1),
+            False,
+        ),  # another one has
+    ],
+)
+def test_only_what_others_do_not_expect_is_reported(
+    reported: list[tuple[QueueState, float]], now: QueueState, due: bool
+) -> None:
+    reports = StateReports()
+    for each, at in reported:
+        reports.reported(each, at)
+    assert reports.is_due(now, 10.0) is due
+
+
+@pytest.mark.parametrize(("workers", "rate"), [(1, 1 / INTERVAL), (4, 4 / INTERVAL), (500, MAX_RATE)])
+def test_all_workers_together_send_a_bounded_number_of_reports(workers: int, rate: float) -> None:
+    reports = StateReports()
+    for number in range(workers):
+        reports.reported(state(number, worker=f"p{number}"), 10.0)
+    assert workers / reports.interval(10.0) == pytest.approx(rate)
+    assert reports.interval(20.0) == INTERVAL
+
+
+@pytest.fixture
+async def broadcasts(nats_url: str, namespace: str) -> AsyncIterator[tuple[Queues, list[QueueState]]]:
+    heard: list[QueueState] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(decode_queue_state(message.data))
+
+    async with short_connection(nats_url, None) as client, nats_queues(nats_url, namespace) as queues:
+        await client.subscribe(QueueNames(namespace, "org/model 1.5").state, cb=hear)
+        await client.flush()
+        yield queues, heard
+
+
+class Prefill:
+    """A prefill worker that computes nothing: the test says what it has."""
+
+    def __init__(self) -> None:
+        self.load = PrefillLoad(0, TOKEN)
+        self.puller = Puller("prefill-0", lambda: self.load)
+
+
+async def ask(queues: tuple[Queues, list[QueueState]], count: int, reads_state: bool = True) -> Any:
+    """Return the asking decode worker's queue, which listens for answers, another one's, and the prefill worker's."""
+    decode, other, prefill = [await queues[0]() for _ in range(3)]
+    decode.answers("decode-0-a")
+    for number in range(count):
+        await decode.publish(msgspec.structs.replace(request(f"r{number}"), reads_state=reads_state))
+    return decode, other, prefill
+
+
+async def test_the_asking_worker_learns_the_state_from_the_answer_and_the_others_nothing(
+    broadcasts: tuple[Queues, list[QueueState]],
+) -> None:
+    decode, other, prefill = await ask(broadcasts, 1)
+    worker = Prefill()
+    worker.load = PrefillLoad(0, 0.0)
+    (delivery,) = await prefill.pull(1, 1, worker.puller)
+    assert decode.depth == 1
+    answers = decode.answers("decode-0-a")
+    await prefill.answer("decode-0-a", PrefillStarted("r0", "prefill-0", state=delivery.state))
+    await anext(answers)
+    assert decode.depth == 0
+    assert decode.loads["prefill-0"][0] == PrefillLoad(4, 0.0)
+    await asyncio.sleep(3 * INTERVAL)
+    assert broadcasts[1] == []
+    assert other.loads == {}
+
+
+async def test_a_backlog_is_reported_to_all_at_a_bounded_rate(
+    broadcasts: tuple[Queues, list[QueueState]],
+) -> None:
+    _, other, prefill = await ask(broadcasts, 20)
+    worker = Prefill()
+    worker.load = PrefillLoad(5000, TOKEN)
+    for _ in range(20):
+        await prefill.pull(1, 1, worker.puller)
+    await until(lambda: "prefill-0" in other.loads)
+    assert other.loads["prefill-0"][0] == PrefillLoad(5000, TOKEN)
+    assert other.depth == 0
+    worker.load = PrefillLoad(0, TOKEN)
+    await until(lambda: other.loads["prefill-0"][0].tokens == 0)
+    assert len(broadcasts[1]) < 10
+
+
+async def test_each_pull_is_broadcast_for_a_decode_worker_that_reads_no_state_in_the_answer(
+    broadcasts: tuple[Queues, list[QueueState]],
+) -> None:
+    decode, _, prefill = await ask(broadcasts, 3, reads_state=False)
+    for _ in range(3):
+        await prefill.pull(1, 1)
+    await until(lambda: decode.depth == 0)
+    assert [each.delivered_seq for each in broadcasts[1]] == [1, 2, 3]
+
+
+async def test_the_pull_of_a_cancelled_request_is_broadcast(
+    broadcasts: tuple[Queues, list[QueueState]],
+) -> None:
+    decode, _, prefill = await ask(broadcasts, 1)
+    await prefill.pull(1, 0)
+    await decode.publish(msgspec.structs.replace(request("late"), reads_state=True))
+    await decode.cancel(["late"])
+    await asyncio.sleep(0.1)
+    assert await prefill.pull(1, 0.1) == []
+    await until(lambda: [each.delivered_seq for each in broadcasts[1]] == [2])
