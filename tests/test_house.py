@@ -433,7 +433,7 @@ ROOMS = {
     "plan": 2180,
     "prefill": 700,
     "process": 1668,
-    "queue": 1830,
+    "queue": 1960,
     "registry": 1020,
     "runtime": 255,
     "security": 300,
