@@ -37,6 +37,14 @@ class PromptImage(NamedTuple):
     tokens: int
 
 
+class PrefixKey(NamedTuple):
+    """What a prompt's names depend on besides its tokens."""
+
+    salt: str | None
+    adapter: int
+    images: list[PromptImage]
+
+
 def prompt_images(features: Iterable[Any] | None) -> list[PromptImage]:
     """Return the images in vLLM's multimodal features of a request."""
     places = ((each.identifier, each.mm_position) for each in features or ())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.prefixes import CachedPrefixes
+from pdserve.contract.prefixes import CachedPrefixes, PrefixKey
 from pdserve.engine.lora import AdapterEngine
 from pdserve.runtime.tasks import Lifetime
 
@@ -196,11 +196,16 @@ class Engine(Lifetime, AdapterEngine):
         """The body of a request that this process makes itself: greedy, for exactly `max_tokens` tokens."""
 
     @abstractmethod
+    def prefix_key(self, body: list[bytes]) -> PrefixKey | None:
+        """What the names of the request's prefixes depend on besides its tokens. None if no other engine may prefill
+        the prompt, because the request needs more of it than the KV of its token ids (prompt logprobs, embeddings):
+        such a request is generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
+
     def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
         """How many leading tokens of the prompt have their KV in this engine's prefix cache or, with `host`, in host
-        memory. An estimate: it may be stale, and 0 is always allowed. None if no other engine may prefill the prompt,
-        because the request needs more of it than the KV of its token ids (prompt logprobs, embeddings): such a
-        request is generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
+        memory. An estimate: it may be stale. None and errors as of `prefix_key`."""
+        key = self.prefix_key(body)
+        return None if key is None else self.prefixes.hit(prompt, *key, host=host)
 
     @property
     @abstractmethod

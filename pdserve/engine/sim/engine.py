@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 
 from pdserve.config.engine_args.installed import VLLM_VERSION
 from pdserve.contract.messages import KvHandle
+from pdserve.contract.prefixes import PrefixKey
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.sim import wire
@@ -155,11 +156,9 @@ class SimEngine(SimAdapters, Engine):
     def plain_body(self, max_tokens: int) -> list[bytes]:
         return wire.write_request(wire.Sampling(max_tokens))
 
-    def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
+    def prefix_key(self, body: list[bytes]) -> PrefixKey | None:
         request = wire.read_request(body)
-        if request.sampling.prompt_logprobs is not None:
-            return None
-        return self.prefixes.hit(prompt, request.cache_salt, request.adapter, request.images)
+        return None if request.sampling.prompt_logprobs is not None else request.prefix_key
 
     @property
     def usage(self) -> EngineUsage:

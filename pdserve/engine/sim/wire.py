@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.msgpack import Ext
 
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.prefixes import PromptImage, prompt_images, root_name
+from pdserve.contract.prefixes import PrefixKey, PromptImage, prompt_images, root_name
 from pdserve.engine.base import Output
 from pdserve.engine.sim.model import SimModel, seed_of
 from pdserve.util.errors import ProtocolError
@@ -83,6 +83,10 @@ class CoreRequest(Struct, array_like=True, frozen=True):
     @property
     def images(self) -> list[PromptImage]:
         return prompt_images(self.mm_features)
+
+    @property
+    def prefix_key(self) -> PrefixKey:
+        return PrefixKey(self.cache_salt, self.adapter, self.images)
 
     @property
     def salt(self) -> int:

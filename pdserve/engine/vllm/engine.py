@@ -11,7 +11,7 @@ import psutil
 
 from pdserve.config.engine_args.arguments import SAMPLING_ARGUMENTS
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.prefixes import prompt_images
+from pdserve.contract.prefixes import PrefixKey
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.lora import with_adapter
@@ -184,12 +184,8 @@ class VllmEngine(Engine):
     def plain_body(self, max_tokens: int) -> list[bytes]:
         return translation.plain_body(max_tokens)
 
-    def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
-        request = translation.read_body(body)
-        if not translation.remote_ok(request):
-            return None
-        adapter, shown = translation.adapter_of(request), prompt_images(request.mm_features)
-        return self.prefixes.hit(prompt, request.cache_salt, adapter, shown, host=host)
+    def prefix_key(self, body: list[bytes]) -> PrefixKey | None:
+        return translation.prefix_key(translation.read_body(body))
 
     async def load_adapter(self, id: int, folder: str) -> None:
         request = api.LoRARequest(f"{id:x}", id, folder)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pdserve.contract.messages import KvHandle
+from pdserve.contract.prefixes import PrefixKey, prompt_images
 from pdserve.contract.sampling import can_split_after_first_token
 from pdserve.engine.base import EngineFacts, Read, Transfers
 from pdserve.engine.lora import with_adapter
@@ -108,11 +109,13 @@ def adapter_of(request: api.EngineCoreRequest) -> int:
     return request.lora_request.lora_int_id if request.lora_request is not None else 0
 
 
-def remote_ok(request: api.EngineCoreRequest) -> bool:
-    """Whether another engine may prefill the request: its prompt is token ids and images, and it asks for no prompt
-    logprobs, for which vLLM computes the prompt and ignores KV."""
+def prefix_key(request: api.EngineCoreRequest) -> PrefixKey | None:
+    """None if no other engine may prefill the request: only if its prompt is token ids and images, and it asks for no
+    prompt logprobs, for which vLLM computes the prompt and ignores KV."""
     sampling = request.sampling_params
-    return request.prompt_embeds is None and sampling is not None and not sampling.skip_reading_prefix_cache
+    if request.prompt_embeds is not None or sampling is None or sampling.skip_reading_prefix_cache:
+        return None
+    return PrefixKey(request.cache_salt, adapter_of(request), prompt_images(request.mm_features))
 
 
 def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
@@ -134,7 +137,7 @@ def to_generate(
     request = _own(request_id, prompt, body)
     sampling = request.sampling_params
     if kv is not None:
-        if not remote_ok(request):
+        if prefix_key(request) is None:
             raise ProtocolError("a request that has to compute its prompt has a KV handle")
         _set_params(sampling, pull_params(kv) | {AFTER: len(after)})
     if after:
@@ -151,7 +154,7 @@ def to_prefill(
     and the sampling parameters allow it. Otherwise the token is sampled greedily, without any parameter that could
     delay or end the request, because KV does not depend on sampling. It depends on LoRA and cache salt, which stay."""
     request = _own(request_id, prompt, body)
-    if not remote_ok(request):
+    if prefix_key(request) is None:
         raise ProtocolError("this prompt cannot be prefilled for another engine")
     sampling = request.sampling_params
     samples = samples and can_split_after_first_token(sampling)

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from pdserve.contract.live_settings import POLICIES
 from pdserve.contract.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
+from pdserve.contract.prefix_index import PrefixIndex
 from pdserve.contract.prefixes import prompt_images
 from pdserve.contract.records import Adapter, Instance
 from pdserve.contract.reports import LinkState
@@ -28,7 +29,6 @@ from pdserve.frontend.sequence.migration import promise_left
 from pdserve.frontend.workers import Connect
 from pdserve.frontend.workers.candidates import WINDOW, Candidates
 from pdserve.frontend.workers.link import Link, LinkListener
-from pdserve.frontend.workers.prefix_index import PrefixIndex
 from pdserve.frontend.workers.router import Forecast, choose, likely_to_keep
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.runtime.tasks import TaskOwner, reraise_fatal

@@ -1,8 +1,8 @@
 import pytest
 
 from pdserve.contract.messages import PrefixesChanged
+from pdserve.contract.prefix_index import PrefixIndex
 from pdserve.contract.prefixes import block_names, root_name
-from pdserve.frontend.workers.prefix_index import PrefixIndex
 
 PROMPT = list(range(100))
 

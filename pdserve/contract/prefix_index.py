@@ -1,4 +1,5 @@
-"""Prefix index of the `kv` router: which decode workers have which prefixes cached (`messages.PrefixesChanged`)."""
+"""Prefix index: which workers have which prefixes cached, from their reports (`messages.PrefixesChanged`). Frontends
+that route by `kv` index the decode workers; decode workers index the prefill workers."""
 
 from collections.abc import Sequence
 
