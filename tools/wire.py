@@ -154,7 +154,7 @@ def names() -> dict[str, Any]:
         "queue: held": queue.held,
         "queue: notices": queue.notices,
         "queue: answers": queue.answers("decode-0-0a"),
-        "queue: warm-ups": queue.warm_ups("prefill-0-0a"),
+        "queue: warm-ups": queue.addressed("prefill-0-0a"),
         **{f"queue: {name}": getattr(stream.StreamLimits(), name) for name in _LIMITS},
         "etcd: instance": keys.instance(instance),
         "etcd: newcomer": keys.newcomer(instance),

@@ -35,7 +35,8 @@ class StandIn(BothWorker):
         self._runner.is_stand_in = True
 
     def permanent(self) -> Mapping[str, Work]:
-        work = {**super().permanent(), "model card": self._keep_card}
+        reports = self._prompts.prefix_reports.report
+        work = {**super().permanent(), "model card": self._keep_card, "prefix reports": reports}
         del work["untaken prompts"]  # a stand-in queues no prompts
         return work
 

@@ -81,7 +81,7 @@ class BothWorker(DecodeWorker):
         self._prompts.pulling.set_stalled(self._engine_watch.stalled)
 
     async def warm_up(self) -> None:
-        await self._queue.expect_warm_ups(self.id)
+        await self._queue.expect_addressed(self.id)
         await self._presence.warm_up(self.view, self._warm_both_ways)
 
     async def _warm_both_ways(self) -> None:

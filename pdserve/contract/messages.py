@@ -221,6 +221,13 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     """seconds that the request waited at the decode worker before it was stored"""
     reads_state: bool = False
     """the decode worker reads `PrefillStarted.state`; for older ones the prefill worker broadcasts each pull"""
+    begin_within: float = 0.0
+    """above 0: addressed to one prefill worker outside the queue, because it has the prompt's prefix cached: seconds
+    from its arrival there within which the worker begins it, or never"""
+    client: str = ""
+    """as in `Submit`; only of addressed requests"""
+    due: float | None = None
+    """seconds, at sending, until the first token is due; None: no SLO; only of addressed requests"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):
@@ -257,6 +264,15 @@ class QueueState(Struct, frozen=True, tag=True):
     """instance id of the prefill worker"""
     load: PrefillLoad = PrefillLoad()
     """its load, including the requests just pulled"""
+
+
+class PrefillPrefixes(Struct, frozen=True, tag=True):
+    """Changes of a prefill worker's prefix cache, for decode workers that send prompts to the worker with their
+    prefix."""
+
+    worker: str
+    """instance id of the prefill worker"""
+    changed: PrefixesChanged
 
 
 class HeldRequests(Struct, frozen=True, tag=True):
@@ -327,8 +343,12 @@ class PrefillDone(Struct, frozen=True, tag=True):
     """part of `compute_seconds` in the engine's waiting queue"""
 
 
+RETURNED = "returned"
+"""`PrefillFailed.reason` of an addressed prompt that the worker will not begin, so that any worker may."""
+
+
 class PrefillFailed(Struct, frozen=True, tag=True):
-    """The prefill failed, so the decode worker prefills locally."""
+    """The prefill failed, so the decode worker prefills locally, or publishes the prompt if it is `RETURNED`."""
 
     request_id: str
     reason: str
@@ -361,6 +381,7 @@ decode_prefill_request = safe_decoder(msgspec.msgpack.Decoder(PrefillRequest).de
 decode_to_prefill = safe_decoder(msgspec.msgpack.Decoder(ToPrefill).decode)
 decode_prefill_answer = safe_decoder(msgspec.msgpack.Decoder(PrefillAnswer).decode)
 decode_queue_state = safe_decoder(msgspec.msgpack.Decoder(QueueState).decode)
+decode_prefill_prefixes = safe_decoder(msgspec.msgpack.Decoder(PrefillPrefixes).decode)
 decode_held_requests = safe_decoder(msgspec.msgpack.Decoder(HeldRequests).decode)
 
 

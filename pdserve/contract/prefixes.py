@@ -81,9 +81,17 @@ def image_key(name: str, offset: int) -> bytes:
     return f"{name}@{offset};".encode()
 
 
+def report_stride(blocks: int) -> int:
+    """Return n if every nth block of a cache of this size is reported."""
+    stride = 1
+    while blocks > stride * MAX_REPORTED:
+        stride *= 2
+    return stride
+
+
 class CachedPrefixes:
-    """The names of the blocks in an engine's prefix cache, and the changes since the last call of `changes`. The engine
-    calls `resize`, `add`, `remove` and `clear`."""
+    """The names of the blocks in an engine's prefix cache, and for each follower the changes since its last call of
+    `changes`. The engine calls `resize`, `add`, `remove` and `clear`."""
 
     def __init__(self) -> None:
         self.block_size = 1
@@ -97,16 +105,13 @@ class CachedPrefixes:
         self._host_only: dict[bytes, None] = {}
         """reported names in host memory but not in the cache, in the order in which they left the cache"""
         self._reported: set[bytes] = set()
-        self._changed: set[bytes] = set()
-        self.followed = False
-        """whether `changes` is called regularly"""
+        self._changed: dict[str, set[bytes]] = {}
+        """by follower"""
 
     def resize(self, blocks: int, block_size: int) -> None:
         """Set the size of the empty cache."""
         self.block_size = block_size
-        self.stride = 1
-        while blocks > self.stride * MAX_REPORTED:
-            self.stride *= 2
+        self.stride = report_stride(blocks)
 
     def add(self, name: bytes, depth: int, *, host: bool = False) -> None:
         """Record that the `depth`th block of a prompt (from 1) entered the cache, or host memory."""
@@ -157,8 +162,9 @@ class CachedPrefixes:
         self._copies.clear()
 
     def _record_changes(self, changed: Iterable[bytes]) -> None:
-        if self.followed:
-            self._changed.update(changed)
+        names = list(changed)
+        for follower in self._changed.values():
+            follower.update(names)
 
     def hit(
         self,
@@ -184,8 +190,18 @@ class CachedPrefixes:
     def known(self) -> list[bytes]:
         return list(self._reported)
 
-    def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the names added and the names removed since the last call. A name may be listed without a change."""
-        changed = self._changed
-        self._changed = set()
+    def follow(self, follower: str, wanted: bool = True) -> bool:
+        """Collect changes for this follower, who calls `changes` regularly, or stop it. Return whether it is new."""
+        if not wanted:
+            self._changed.pop(follower, None)
+        elif follower not in self._changed:
+            self._changed[follower] = set()
+            return True
+        return False
+
+    def changes(self, follower: str) -> tuple[list[bytes], list[bytes]]:
+        """Return the names added and the names removed since its last call. A name may be listed without a change."""
+        if not (changed := self._changed.get(follower)):
+            return [], []
+        self._changed[follower] = set()
         return [name for name in changed if name in self._reported], list(changed - self._reported)

@@ -30,6 +30,8 @@ PREEMPT_INTERVAL = 0.1
 """Seconds between two checks whether to preempt a client's requests for others that wait in the engine."""
 PREFIX_INTERVAL = 0.25
 """Seconds between two reports of the prefix cache: a conversation's next prompt comes later than this."""
+FRONTENDS = "frontends"
+"""Name of the frontends together as a follower of the prefix cache."""
 INTERNAL = "internal error in the decode worker"
 """Error text of a request that failed by a bug; it is retried at another worker."""
 
@@ -107,7 +109,7 @@ class Frontends:
 
     def _follow(self, frontend: str, wanted: bool) -> None:
         (self._cache_followers.add if wanted else self._cache_followers.discard)(frontend)
-        self.engine.prefixes.followed = bool(self._cache_followers)
+        self.engine.prefixes.follow(FRONTENDS, bool(self._cache_followers))
 
     def _prefixes(self, stored: list[bytes], gone: list[bytes], *, whole: bool = False) -> PrefixesChanged:
         prefixes = self.engine.prefixes
@@ -117,7 +119,7 @@ class Frontends:
         """Send changes of the prefix cache to the frontends that follow it, for ever."""
         while True:
             await asyncio.sleep(PREFIX_INTERVAL)
-            stored, gone = self.engine.prefixes.changes()
+            stored, gone = self.engine.prefixes.changes(FRONTENDS)
             if stored or gone:
                 for frontend in list(self._cache_followers):
                     with isolate_errors("prefixes"):

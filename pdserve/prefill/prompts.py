@@ -16,12 +16,15 @@ from pdserve.contract.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillProgress,
+    PrefillRequest,
     PrefillStarted,
 )
 from pdserve.engine.base import Engine, Output, Step
 from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.tracing import Tracer
+from pdserve.prefill.addressed import AddressedPrompt
 from pdserve.prefill.answer_sender import AnswerSender, readers, unless_away
+from pdserve.prefill.prefix_reports import PrefixReports
 from pdserve.prefill.pull_policy import TICK, DecodeLoad, Pulling
 from pdserve.prefill.running import RunningPrefill, RunningPrefills, until
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
@@ -55,11 +58,12 @@ class PromptRunner:
         self._running = RunningPrefills(tracer)
         self.pulling = Pulling(instance, engine, queue, self._running, decode_load)
         self._answers = AnswerSender(queue)
+        self.prefix_reports = PrefixReports(instance, engine, queue, self._readers)
 
     def permanent(self, announced: asyncio.Event) -> Mapping[str, Work]:
         return {
             "prompts": partial(self._pull, announced),
-            "warm-ups": self._read_warm_ups,
+            "addressed prompts": self._read_addressed,
             "notices": self._read_notices,
             "progress reports": self._report_progress,
             "repeated answers": self._answers.repeat,
@@ -73,13 +77,17 @@ class PromptRunner:
 
     async def warm(self) -> None:
         """Wait until all decode workers have warmed up with this worker, or failed to."""
+        await self._answers.warm(self._readers)
+
+    def _readers(self) -> set[str]:
         model, fingerprint = self._config.served_model_name, self._engine.facts.fingerprint
-        await self._answers.warm(lambda: readers(self._view, model, fingerprint) - {self.id})
+        return readers(self._view, model, fingerprint) - {self.id}
 
     async def drain(self) -> None:
         """Wait until the running prompts are done and the decode workers have read their KV, within the drain
         timeout."""
         logger.info("draining: %d prompts to finish", len(self._running))
+        await self.pulling.addressed.give_back()
         try:
             async with asyncio.timeout(self._config.drain_timeout):
                 await until(lambda: not self._running, self._running.changed, TICK)
@@ -110,9 +118,18 @@ class PromptRunner:
             for delivery in deliveries:
                 await self._start(delivery)
 
-    async def _read_warm_ups(self) -> None:
-        async for request in self._queue.warm_ups(self.id):
-            await self._start(Delivery(request))
+    async def _read_addressed(self) -> None:
+        """Begin warm-ups at once, and prompts that decode workers sent to this worker when it has capacity."""
+        async for request in self._queue.addressed(self.id):
+            if not request.begin_within:
+                await self._start(Delivery(request))
+                continue
+            prompt = AddressedPrompt(request, self._queue)
+            if self.pulling.draining or self.pulling.stalled:
+                await prompt.give_back()
+            elif self.pulling.receive(prompt):
+                await self._start(prompt)
+                self.pulling.begun()
 
     async def _start(self, delivery: Delivery) -> None:
         with isolate_errors("prompts") as one:
@@ -149,6 +166,7 @@ class PromptRunner:
             return
         running = self._running.add(delivery)
         try:
+            running.cached = self._cached(request)
             await self._engine.prefill(running.engine_id, request.prompt, request.body)
         except (ProtocolError, Unavailable) as error:
             self._running.drop(running, failed=True)
@@ -156,6 +174,12 @@ class PromptRunner:
         else:
             started = PrefillStarted(request.request_id, self.id, delivery.queued, delivery.state)
             await self._answers.send(request.decode, started)
+
+    def _cached(self, request: PrefillRequest) -> int:
+        """Prompt tokens in the prefix cache."""
+        if hit := self._engine.prefix_hit(request.prompt, request.body) or 0:
+            self.prefix_reports.last_hit = time.monotonic()
+        return hit
 
     def _refusal(self, delivery: Delivery) -> PrefillFailed | None:
         request, facts = delivery.request, self._engine.facts
@@ -223,6 +247,7 @@ class PromptRunner:
                 await self._cancel(notice.request_ids)
 
     async def _cancel(self, request_ids: list[str]) -> None:
+        self.pulling.addressed.cancel(request_ids)
         cancelled = [running for name in request_ids if (running := self._running.of_request(name))]
         for running in cancelled:
             self._running.cancel(running)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from pdserve.contract.messages import PrefillLoad
 from pdserve.engine.base import Engine, Output
+from pdserve.prefill.addressed import AddressedPrompt, AddressedPrompts
 from pdserve.prefill.running import RunningPrefills, until
 from pdserve.process.learned import PrefillSpeed
 from pdserve.queue.base import Delivery, PrefillQueue
@@ -72,17 +73,30 @@ class Pulling:
     prompt_seconds: float = 0.0
     """Mean time of a prompt in the engine."""
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
+    addressed: AddressedPrompts = field(default_factory=AddressedPrompts)
+    _begun_addressed: bool = False
+    """Whether the last prompt was an addressed one, so that the queue has the next turn."""
     _seen_since: float = 0.0
     """Monotonic time since which the queue has prompts; 0: it has none."""
     _waiting: asyncio.Timeout | None = field(default=None)
     """Set while `next` waits for a prompt."""
 
     async def next(self) -> list[Delivery]:
-        """Wait until the engine has capacity and it is time to poll, then pull a prompt; return an empty list if there
-        is none. With streams, take only what is in the queue; without, wait for a prompt until `stop_waiting`. Raises
-        QueueUnavailable."""
+        """Wait until the engine has capacity and it is time to poll, then take a prompt: addressed ones and the queue
+        have turns. Return an empty list if there is none. With streams, take only what is in the queue; without, wait
+        for a prompt until `stop_waiting`. Raises QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
-        wait = PULL_WAIT if self.decode_load() == DecodeLoad() else 0.0
+        if not self._begun_addressed and (prompt := self.addressed.pop(flex=False)):
+            self._begun_addressed = True
+            return [prompt]
+        self._begun_addressed = False
+        pulled = await self._pull()
+        if not pulled and (prompt := self.addressed.pop(flex=True)):
+            return [prompt]
+        return pulled
+
+    async def _pull(self) -> list[Delivery]:
+        wait = PULL_WAIT if self.decode_load() == DecodeLoad() and not self.addressed else 0.0
         try:
             async with asyncio.timeout(None) as waiting:
                 self._waiting = waiting if wait else None
@@ -91,6 +105,20 @@ class Pulling:
             return []
         finally:
             self.pulled, self._waiting = time.monotonic(), None
+
+    def receive(self, prompt: AddressedPrompt) -> bool:
+        """Return whether to begin an addressed prompt at once, because this worker waits at the queue; else the prompt
+        waits for its turn."""
+        if self._waiting is not None and self._has_capacity():
+            return True
+        self.addressed.add(prompt, self.speed.token_seconds.value or 0.0)
+        self.running.changed.set()
+        return False
+
+    def begun(self) -> None:
+        """Wait at the queue no longer if the engine has no capacity any more."""
+        if not self._has_capacity():
+            self.stop_waiting()
 
     @property
     def full(self) -> bool:
@@ -120,11 +148,11 @@ class Pulling:
         """Learn the engine's speed from the prompts that a step finished."""
         done = [self.running.of_engine(output.request_id) for output in outputs if output.handle]
         if prompts := [running for running in done if running is not None and not running.request.warm_up]:
-            tokens = sum(len(running.request.prompt) for running in prompts)
+            tokens = sum(running.tokens for running in prompts)
             self.speed.done(tokens, min(running.started for running in prompts), time.monotonic())
 
     def _load(self) -> PrefillLoad:
-        tokens = self.running.tokens + self.decode_load().tokens
+        tokens = self.running.tokens + self.addressed.tokens + self.decode_load().tokens
         return PrefillLoad(tokens, self.speed.token_seconds.value or 0.0)
 
     def _is_time(self) -> bool:

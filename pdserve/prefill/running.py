@@ -29,6 +29,8 @@ class RunningPrefill:
     """The last one: a request may be delivered again while it runs."""
     queued: float
     """Seconds in the queue until the first delivery."""
+    cached: int = 0
+    """Prompt tokens in the engine's prefix cache when it got the prompt."""
     started: float = field(default_factory=time.monotonic)
     begun: float | None = None
     """Monotonic time at which the engine began to compute the prompt; None: unknown."""
@@ -36,6 +38,11 @@ class RunningPrefill:
     @property
     def request(self) -> PrefillRequest:
         return self.delivery.request
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens to compute."""
+        return len(self.request.prompt) - self.cached
 
     @property
     def engine_queued(self) -> float:
@@ -94,7 +101,8 @@ class RunningPrefills:
 
     @property
     def tokens(self) -> int:
-        return sum(len(running.request.prompt) for running in self)
+        """Prompt tokens to compute."""
+        return sum(running.tokens for running in self)
 
     def __iter__(self) -> Iterator[RunningPrefill]:
         return iter(list(self._by_engine.values()))

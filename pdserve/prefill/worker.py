@@ -26,14 +26,15 @@ class PrefillWorker(EngineWorker):
         return msgspec.structs.replace(super().load(), tokens=self._prompts.tokens)
 
     def permanent(self) -> Mapping[str, Work]:
-        return {**super().permanent(), **self._prompts.permanent(self._presence.announced)}
+        reports = {"prefix reports": self._prompts.prefix_reports.report}
+        return {**super().permanent(), **self._prompts.permanent(self._presence.announced), **reports}
 
     def _stall_changed(self) -> None:
         super()._stall_changed()
         self._prompts.pulling.set_stalled(self._engine_watch.stalled)
 
     async def warm_up(self) -> None:
-        await self._queue.expect_warm_ups(self.id)
+        await self._queue.expect_addressed(self.id)
         await self._presence.warm_up(self.view, self._prompts.warm)
 
     async def drain(self) -> None:

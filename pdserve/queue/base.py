@@ -9,14 +9,21 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 
-from pdserve.contract.messages import PrefillAnswer, PrefillLoad, PrefillRequest, QueueState, ToPrefill
+from pdserve.contract.messages import (
+    PrefillAnswer,
+    PrefillLoad,
+    PrefillPrefixes,
+    PrefillRequest,
+    QueueState,
+    ToPrefill,
+)
 from pdserve.queue.depth import Puller
 from pdserve.runtime.tasks import Lifetime
 
 
 class Delivery:
-    """A prefill request that this worker has until `ack`. Instances of this class itself are warm-ups, which bypass the
-    queue and need no ack."""
+    """A prefill request that this worker has until `ack`. Instances of this class itself are addressed
+    requests, which bypass the queue and need no ack."""
 
     def __init__(self, request: PrefillRequest, queued: float = 0.0, *, redelivered: bool = False) -> None:
         self.request = request
@@ -101,25 +108,33 @@ class PrefillQueue(Lifetime):
     async def cancel(self, request_ids: list[str]) -> None: ...
 
     @abstractmethod
-    async def warm_up(self, worker: str, request: PrefillRequest) -> None:
+    async def address(self, worker: str, request: PrefillRequest) -> None:
         """Send a request to this prefill worker, bypassing the queue. It arrives at most once, and not at all if the
         worker does not listen yet."""
 
     @abstractmethod
+    def prefixes(self) -> AsyncIterator[PrefillPrefixes]:
+        """Yield the reports of the prefill workers' prefix caches from now on."""
+
+    @abstractmethod
     async def listens(self, worker: str) -> bool:
-        """Whether this prefill worker may be alive: false only if the server reports that nothing listens for its
-        warm-ups. Raises TimeoutError if the worker does not answer, because it hangs."""
+        """Whether this prefill worker may be alive: false only if the server reports that nothing listens for
+        requests to it. Raises TimeoutError if the worker does not answer, because it hangs."""
 
     # prefill side
 
     @abstractmethod
-    async def expect_warm_ups(self, instance: str) -> None:
-        """Listen for the warm-ups of prefill worker `instance`. After the return `warm_up` reaches it. Does not fail
-        while the server is away."""
+    async def expect_addressed(self, instance: str) -> None:
+        """Listen for requests to prefill worker `instance`. After the return `address` reaches it. Does not fail while
+        the server is away."""
 
     @abstractmethod
-    def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        """Yield the warm-ups for prefill worker `instance`; undecodable ones are logged and skipped."""
+    def addressed(self, instance: str) -> AsyncIterator[PrefillRequest]:
+        """Yield the requests to prefill worker `instance`; undecodable ones are logged and skipped."""
+
+    @abstractmethod
+    async def report_prefixes(self, changed: PrefillPrefixes) -> None:
+        """Send all decode workers a change of this prefill worker's prefix cache."""
 
     @abstractmethod
     async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:

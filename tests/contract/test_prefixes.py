@@ -8,7 +8,7 @@ from pdserve.contract.prefixes import MAX_REPORTED, CachedPrefixes, block_names,
 def cached(blocks: int, block_size: int, prompt: list[int], salt: str | None = None) -> CachedPrefixes:
     prefixes = CachedPrefixes()
     prefixes.resize(blocks, block_size)
-    prefixes.followed = True
+    prefixes.follow("frontends")
     for depth, name in enumerate(block_names(prompt, block_size, root_name(salt)), 1):
         prefixes.add(name, depth)
     return prefixes
@@ -56,17 +56,17 @@ def test_each_change_is_reported_once_and_copies_count_as_one() -> None:
     prefixes = cached(100, 8, list(range(24)))
     first, second, third = block_names(list(range(24)), 8)
     prefixes.add(first, 1)  # computed twice at once
-    assert [sorted(part) for part in prefixes.changes()] == [sorted([first, second, third]), []]
-    assert prefixes.changes() == ([], [])
+    assert [sorted(part) for part in prefixes.changes("frontends")] == [sorted([first, second, third]), []]
+    assert prefixes.changes("frontends") == ([], [])
     assert not prefixes.remove(first)
     assert prefixes.remove(third)
     prefixes.add(b"newcomer", 1)
     prefixes.remove(b"newcomer")
-    added, gone = prefixes.changes()
+    added, gone = prefixes.changes("frontends")
     assert (added, set(gone)) == ([], {third, b"newcomer"})
     assert set(prefixes.known()) == {first, second}
     prefixes.clear()
-    assert set(prefixes.changes()[1]) == {first, second}
+    assert set(prefixes.changes("frontends")[1]) == {first, second}
     assert prefixes.hit(list(range(24)), None) == 0
 
 

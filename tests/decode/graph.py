@@ -316,7 +316,7 @@ class WorkerGraph(Seams):
 
     async def act_prefill(self, name: str = "prefill-x", model: str = "demo") -> "ActedPrefill":
         acted = ActedPrefill(self, name, model, await self.registry_of_another(), await self.queue())
-        await acted.queue.expect_warm_ups(name)
+        await acted.queue.expect_addressed(name)
         await acted.register()
         await until(lambda: sees(self.decode, name))
         return acted

@@ -19,12 +19,12 @@ from pdserve.contract.slo import SloTargets as Pacing
 from pdserve.decode.policy.decision import Decision, decide
 from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.scheduling.prefill_times import Estimator
-from pdserve.decode.scheduling.prompt_queue import PromptQueue
 from pdserve.engine.sim.model import SimModel
 from pdserve.kv.prefill_chunk import MAX_SHORT_STEPS
 from pdserve.plan.plan import DECODE_CHUNK
 from pdserve.prefill.pull_policy import FEW_PROMPTS, STEPS_AHEAD
 from pdserve.process.learned import PrefillSpeed
+from pdserve.queue.prompt_queue import PromptQueue
 from tests.frontend.sequence.test_pacing import left, longest
 
 SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00015)

@@ -12,6 +12,7 @@ from pdserve.contract.messages import (
     PrefillAnswer,
     PrefillCancel,
     PrefillLoad,
+    PrefillPrefixes,
     PrefillRequest,
     QueueState,
     ToPrefill,
@@ -174,21 +175,28 @@ class MemoryQueue(PrefillQueue):
         self._requests.cancelled.update(dict.fromkeys(request_ids))
         self._requests.tell("notices", PrefillCancel(request_ids))
 
-    async def warm_up(self, worker: str, request: PrefillRequest) -> None:
+    def prefixes(self) -> AsyncIterator[PrefillPrefixes]:
+        return self._messages("prefixes")
+
+    async def report_prefixes(self, changed: PrefillPrefixes) -> None:
         self._broker.check()
-        self._requests.tell(f"warm-ups/{worker}", request)
+        self._requests.tell("prefixes", changed)
+
+    async def address(self, worker: str, request: PrefillRequest) -> None:
+        self._broker.check()
+        self._requests.tell(f"addressed/{worker}", request)
 
     async def listens(self, worker: str) -> bool:
         self._broker.check()
         if worker in self._broker.hung:
             raise TimeoutError
-        return bool(self._requests.listeners.get(f"warm-ups/{worker}"))
+        return bool(self._requests.listeners.get(f"addressed/{worker}"))
 
-    async def expect_warm_ups(self, instance: str) -> None:
-        self._inbox(f"warm-ups/{instance}")
+    async def expect_addressed(self, instance: str) -> None:
+        self._inbox(f"addressed/{instance}")
 
-    def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        return self._messages(f"warm-ups/{instance}")
+    def addressed(self, instance: str) -> AsyncIterator[PrefillRequest]:
+        return self._messages(f"addressed/{instance}")
 
     async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         ends = time.monotonic() + wait

@@ -30,14 +30,14 @@ async def test_each_request_is_delivered_unchanged_to_one_worker_in_order(queues
 async def test_a_warm_up_bypasses_the_queue_to_its_worker(queues: Queues) -> None:
     """Also before the worker reads it: of two workers that start together, one asks the other at once."""
     decode, prefill, other = await queues(), await queues(), await queues("another model")
-    await other.expect_warm_ups("prefill-0")
-    not_coming = asyncio.ensure_future(anext(other.warm_ups("prefill-0")))
+    await other.expect_addressed("prefill-0")
+    not_coming = asyncio.ensure_future(anext(other.addressed("prefill-0")))
     sent = msgspec.structs.replace(request("w"), warm_up=True)
     for worker in (f"prefill-{number}" for number in range(20)):
-        await prefill.expect_warm_ups(worker)
-        await decode.warm_up("elsewhere", request("x"))
-        await decode.warm_up(worker, sent)
-        assert await asyncio.wait_for(anext(prefill.warm_ups(worker)), 30) == sent
+        await prefill.expect_addressed(worker)
+        await decode.address("elsewhere", request("x"))
+        await decode.address(worker, sent)
+        assert await asyncio.wait_for(anext(prefill.addressed(worker)), 30) == sent
     assert decode.depth == 0
     assert await prefill.pull(1, 0.1) == []
     assert not not_coming.done()
@@ -47,11 +47,11 @@ async def test_a_warm_up_bypasses_the_queue_to_its_worker(queues: Queues) -> Non
 async def test_a_worker_listens_until_it_leaves(queues: Queues, url: str | None, namespace: str) -> None:
     decode, prefill = await queues(), await queues()
     assert not await decode.listens("prefill-0-a")
-    await prefill.expect_warm_ups("prefill-0-a")
-    warm_ups = prefill.warm_ups("prefill-0-a")
+    await prefill.expect_addressed("prefill-0-a")
+    warm_ups = prefill.addressed("prefill-0-a")
     assert await decode.listens("prefill-0-a")
     assert not await decode.listens("prefill-1-b")
-    await decode.warm_up("prefill-0-a", request("warm"))
+    await decode.address("prefill-0-a", request("warm"))
     assert (await anext(warm_ups)).request_id == "warm", "a question is no warm-up"
     await prefill.__aexit__(None, None, None)
 

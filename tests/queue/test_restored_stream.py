@@ -170,7 +170,7 @@ async def test_a_worker_that_listens_and_does_not_answer_hangs(
         assert isinstance(decode, JetStreamQueue)
         client = await nats.connect(nats_url)
         try:
-            await client.subscribe(decode._names.warm_ups("prefill-0"))
+            await client.subscribe(decode._names.addressed("prefill-0"))
             await client.flush()
             with pytest.raises(TimeoutError):
                 await decode.listens("prefill-0")

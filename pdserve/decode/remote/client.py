@@ -161,7 +161,7 @@ class RemotePrefill:
         request.losses = self.queue.losses
         try:
             if request.warm_up_with:
-                await self.queue.warm_up(request.warm_up_with, message)
+                await self.queue.address(request.warm_up_with, message)
             else:
                 await self.queue.publish(message)
         except QueueUnavailable as error:  # without effect if the message was stored and answered

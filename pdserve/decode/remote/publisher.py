@@ -14,8 +14,8 @@ from pdserve.contract.slo import is_flex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import DecodeRequest
 from pdserve.decode.scheduling.prefill_times import FIRST_TOKEN_SECONDS
-from pdserve.decode.scheduling.prompt_queue import PromptQueue
 from pdserve.queue.base import PrefillQueue
+from pdserve.queue.prompt_queue import PromptQueue
 
 BUFFER = 0.05
 """Seconds of work to keep in the JetStream queue for each prefill worker. One longer prompt is enough; of short prompts

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from pdserve.contract.slo import is_flex
 from pdserve.decode.scheduling.prefill_times import Estimator
-from pdserve.decode.scheduling.prompt_queue import PromptQueue
 from pdserve.engine.base import Engine, Step
+from pdserve.queue.prompt_queue import PromptQueue
 
 SHORT = 8
 """A prompt of at most the usual chunk divided by this is very short."""

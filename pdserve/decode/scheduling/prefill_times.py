@@ -14,9 +14,9 @@ from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.policy.cost import Estimates, SeenLoad, estimate
 from pdserve.decode.policy.slo_risk import SloRisk, chunk_of, chunk_without_slo, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
-from pdserve.decode.scheduling.prompt_queue import is_late
 from pdserve.process.learned import MIN_MEASURED_TOKENS, WEIGHT, LearnedMean, PrefillSpeed, decayed
 from pdserve.queue.base import PrefillQueue
+from pdserve.queue.prompt_queue import is_late
 from pdserve.util.lru import LruDict
 
 FIRST_TOKEN_SECONDS = 1 / 5000

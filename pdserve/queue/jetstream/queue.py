@@ -19,11 +19,13 @@ from pdserve.contract.messages import (
     PrefillAnswer,
     PrefillCancel,
     PrefillLoad,
+    PrefillPrefixes,
     PrefillRequest,
     PrefillStarted,
     QueueState,
     ToPrefill,
     decode_prefill_answer,
+    decode_prefill_prefixes,
     decode_prefill_request,
     decode_queue_state,
     decode_to_prefill,
@@ -224,13 +226,16 @@ class JetStreamQueue(PrefillQueue):
     async def cancel(self, request_ids: list[str]) -> None:
         await self._connection.publish(self._names.notices, encode(PrefillCancel(request_ids)))
 
-    async def warm_up(self, worker: str, request: PrefillRequest) -> None:
-        await self._connection.publish(self._names.warm_ups(worker), encode(request))
+    async def address(self, worker: str, request: PrefillRequest) -> None:
+        await self._connection.publish(self._names.addressed(worker), encode(request))
+
+    def prefixes(self) -> AsyncIterator[PrefillPrefixes]:
+        return self._connection.decoded(self._inbox(self._names.prefixes), decode_prefill_prefixes)
 
     async def listens(self, worker: str) -> bool:
         client = self._connection.client()
         try:
-            await cancellable(client.request(self._names.warm_ups(worker), b"", timeout=REPLY_TIMEOUT))
+            await cancellable(client.request(self._names.addressed(worker), b"", timeout=REPLY_TIMEOUT))
         except nats.errors.NoRespondersError:
             return False
         except (nats.errors.TimeoutError, TimeoutError) as error:
@@ -241,13 +246,16 @@ class JetStreamQueue(PrefillQueue):
 
     # prefill side
 
-    async def expect_warm_ups(self, instance: str) -> None:
-        self._inbox(self._names.warm_ups(instance))
+    async def expect_addressed(self, instance: str) -> None:
+        self._inbox(self._names.addressed(instance))
         with suppress(QueueUnavailable):
             await self._connection.flush_subscriptions()
 
-    def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        return self._connection.decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
+    def addressed(self, instance: str) -> AsyncIterator[PrefillRequest]:
+        return self._connection.decoded(self._inbox(self._names.addressed(instance)), decode_prefill_request)
+
+    async def report_prefixes(self, changed: PrefillPrefixes) -> None:
+        await self._connection.publish(self._names.prefixes, encode(changed))
 
     async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         self._listen_to_notices()

@@ -99,7 +99,12 @@ class QueueNames:
     def answers(self, instance: str) -> str:
         return f"{self.root}.answers.{token(instance)}"
 
-    def warm_ups(self, instance: str) -> str:
+    @property
+    def prefixes(self) -> str:
+        return f"{self.root}.prefixes"
+
+    def addressed(self, instance: str) -> str:
+        """Named for warm-ups, the only requests to one worker in older versions."""
         return f"{self.root}.warm-ups.{token(instance)}"
 
 

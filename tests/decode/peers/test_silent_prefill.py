@@ -66,7 +66,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
     assert (await frontend.end_of(waiting)).way == FALLBACK
     assert (await frontend.ask(LONG[2:])).way == ALONE
     if end == "it is killed":
-        await acted.queue.expect_warm_ups("prefill-x")
+        await acted.queue.expect_addressed("prefill-x")
     elif end == "it hangs":
         graph.broker.hung.clear()
     else:

@@ -87,7 +87,7 @@ async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
         await until(lambda: bool(newcomers(graph)))
         prompt = LONG[:18]
         request = PrefillRequest("w", "decode-x", prompt, 60.0, 16, body(), warm_up=True)
-        await queue.warm_up("prefill-0", request)
+        await queue.address("prefill-0", request)
         assert await anext(answer_sender) == PrefillStarted("w", "prefill-0")
         done = await anext(answer_sender)
         assert isinstance(done, PrefillDone)
@@ -110,7 +110,7 @@ async def test_a_decode_worker_registers_without_a_silent_prefill_worker_and_ask
             assert graph.decode.ready.is_set()
             await until(lambda: warm("failed") >= failed + 2)
             assert (await (await graph.frontend()).ask(LONG)).way[1] == "no-prefill-worker"
-            assert isinstance(await anext(queue.warm_ups("prefill-x")), PrefillRequest)
+            assert isinstance(await anext(queue.addressed("prefill-x")), PrefillRequest)
 
 
 @pytest.mark.usefixtures("brief_transfers")

@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from pdserve.decode.scheduling.prompt_queue import MAX_LATE, PromptQueue
+from pdserve.queue.prompt_queue import MAX_LATE, PromptQueue
 
 INF = math.inf
 

@@ -1,0 +1,60 @@
+"""Reports a prefill worker's prefix cache to decode workers, which send prompts to the worker with their prefix.
+
+Nothing is reported while no prompt finds a prefix here, so that unrelated prompts cost no messages."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.contract.messages import PrefillPrefixes, PrefixesChanged
+from pdserve.engine.base import Engine
+from pdserve.prefill.answer_sender import unless_away
+from pdserve.queue.base import PrefillQueue
+from pdserve.runtime.tasks import isolate_errors
+
+DECODE_WORKERS = "decode workers"
+"""Name of the decode workers together as a follower of the prefix cache."""
+INTERVAL = 0.25
+"""Seconds between two reports, with few decode workers."""
+MAX_DELIVERIES = 100
+"""Deliveries a second of one worker's reports, which all decode workers get: with more than `MAX_DELIVERIES * INTERVAL`
+of them, reports are less frequent."""
+WHOLE_INTERVAL = 30.0
+"""Seconds after which a report has the whole cache, because reports get lost."""
+SHARED_FOR = 60.0
+"""Seconds after the last prefix hit for which the cache is reported."""
+
+
+@dataclass(eq=False)
+class PrefixReports:
+    instance: str
+    engine: Engine
+    queue: PrefillQueue
+    readers: Callable[[], set[str]]
+    """Ids of the decode workers that may read this worker's KV."""
+    last_hit: float = -SHARED_FOR
+    """Monotonic time of the last prompt that found a prefix in the cache."""
+
+    async def report(self) -> None:
+        """Report changes of the cache, for ever; the whole cache to new decode workers, and now and then."""
+        known: set[str] = set()
+        whole_at = 0.0
+        while True:
+            readers = self.readers()
+            await asyncio.sleep(max(INTERVAL, len(readers) / MAX_DELIVERIES))
+            now, prefixes = time.monotonic(), self.engine.prefixes
+            if now > self.last_hit + SHARED_FOR or not readers:
+                prefixes.follow(DECODE_WORKERS, False)
+                known = set()
+                continue
+            stored, removed = prefixes.changes(DECODE_WORKERS)
+            is_new = prefixes.follow(DECODE_WORKERS)
+            whole = is_new or bool(readers - known) or now > whole_at + WHOLE_INTERVAL
+            if whole:
+                stored, removed, whole_at = prefixes.known(), [], now
+            known = readers
+            if stored or removed or whole:
+                changed = PrefixesChanged(prefixes.block_size, prefixes.stride, stored, removed, whole)
+                with isolate_errors("prefix reports"):
+                    await unless_away(self.queue.report_prefixes(PrefillPrefixes(self.instance, changed)))
