@@ -21,6 +21,9 @@ class PrefixIndex:
         """Number of names, counted for each worker."""
         return sum(len(names) for _, names in self._reported.values())
 
+    def workers(self) -> set[str]:
+        return set(self._reported)
+
     def apply(self, worker: str, change: PrefixesChanged) -> None:
         if change.whole or worker not in self._reported:
             self.forget(worker)

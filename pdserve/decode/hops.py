@@ -41,6 +41,10 @@ class RequestHops:
         """Record that a remote prefill is asked for, with the decision's reason."""
         self._asked, self._published, self._why = now, now, why
 
+    def missed(self, why: str) -> None:
+        """Record that the prompt now waits for any worker."""
+        self._why = f"{self._why}; {why}"
+
     @property
     def held(self) -> float:
         """Seconds that the prompt was held back before it was published."""

@@ -62,6 +62,13 @@ class DecodeRequest:
     """`queue.losses` when the prompt was published."""
     engines_died: int = 0
     """Engines in a row that died while they computed its next token; above 0: a suspect (`quarantine.py`)."""
+    preferred: str = ""
+    """Instance id of the prefill worker to which the prompt was sent because of its prefix cache; empty: none, or any
+    worker may compute it by now."""
+    begin_within: float = 0.0
+    """Seconds for that worker to begin it."""
+    begun: asyncio.Future[bool] | None = None
+    """While `preferred`: whether that worker has begun it. False: it will not."""
     prefix_hit: int = 0
     """Prompt tokens in this engine's prefix cache at the decision."""
     read_ahead: KvHandle | None = None
@@ -119,6 +126,11 @@ class DecodeRequest:
     def awaits_answer(self) -> bool:
         """Whether it waits for a prefill worker's answer."""
         return self.answer is not None and not self.answer.done()
+
+    def preferred_begun(self, begun: bool) -> None:
+        """Record whether the preferred worker has begun the prompt; no effect if that is known."""
+        if self.begun is not None and not self.begun.done():
+            self.begun.set_result(begun)
 
     def resolve(self, outcome: Outcome) -> None:
         """End the wait for the prefill worker, if there is one."""

@@ -13,8 +13,9 @@ from typing import Any
 from pdserve.contract.messages import Failed, KvHandle, PrefillDone, Submit
 from pdserve.decode.live_updates import LiveSettings, thresholds
 from pdserve.decode.peers.links import KvLinks
+from pdserve.decode.peers.prefill_prefixes import PrefillPrefixIndex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers, longest_prompt
-from pdserve.decode.policy.decision import Decision, decide
+from pdserve.decode.policy.decision import PREFIX, Decision, decide
 from pdserve.decode.remote.client import RemotePrefill
 from pdserve.decode.replies import INTERNAL, Frontends
 from pdserve.decode.requests import OWN, STAND_IN, DecodeRequest, DecodeRequests, Phase
@@ -40,6 +41,7 @@ class RequestRunner:
     frontends: Frontends
     queue: PrefillQueue
     workers: PrefillWorkers
+    prefixes: PrefillPrefixIndex
     remote: RemotePrefill
     links: KvLinks
     requests: DecodeRequests
@@ -143,9 +145,10 @@ class RequestRunner:
         request.prefix_hit = hit or 0
         workers = self.workers.available()
         estimates = None
-        if settings.remote_prefill and settings.policy == "adaptive":
+        cached = self.prefixes.cached(request, workers) if settings.remote_prefill and hit is not None else {}
+        if settings.remote_prefill and (settings.policy == "adaptive" or cached):
             compute, ids = prompt - request.prefix_hit, [worker.id for worker in workers]
-            estimates = self.estimator.of(request, compute, prompt, ids)
+            estimates = self.estimator.of(request, compute, prompt, ids, cached)
         decision = decide(
             prompt,
             request.prefix_hit,
@@ -169,6 +172,9 @@ class RequestRunner:
             if request.prefix_hit:  # with remote KV, vLLM reads no blocks from host memory
                 request.prefix_hit = self.engine.prefix_hit(submit.prompt, submit.body, host=False) or 0
             request.remote_tokens = prompt
+            if decision.reason == PREFIX and estimates is not None and (choice := estimates.prefix):
+                request.preferred, request.begin_within = choice.worker, choice.begin_within
+                request.remote_tokens -= choice.cached
         else:
             request.local_tokens = prompt - request.prefix_hit
         return decision

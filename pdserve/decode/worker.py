@@ -32,6 +32,7 @@ from pdserve.contract.records import ModelCard, Role
 from pdserve.contract.reports import LinkState
 from pdserve.decode.live_updates import LiveSettings
 from pdserve.decode.peers.links import KvLinks
+from pdserve.decode.peers.prefill_prefixes import PrefillPrefixIndex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.policy.decision import queue_limit
 from pdserve.decode.remote.answer_reader import AnswerReader
@@ -76,9 +77,12 @@ class DecodeWorker(EngineWorker):
             self.id, config.served_model_name, engine, queue, self.view, self.requests
         )
         self._links = KvLinks(self._workers, self.requests)
+        self._prefixes = PrefillPrefixIndex(engine, queue, self._workers)
         self._publisher = PromptPublisher(queue, self._workers)
         self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links, self._publisher)
-        self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests, self._publisher)
+        self._answers = AnswerReader(
+            self.id, engine, queue, self._workers, self.requests, self._publisher, self._prefixes
+        )
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
         quarantine = Quarantine()
         self._frontends = Frontends(engine, self._stream, self._workers, self.requests, quarantine)
@@ -90,6 +94,7 @@ class DecodeWorker(EngineWorker):
             self._frontends,
             queue,
             self._workers,
+            self._prefixes,
             self._remote,
             self._links,
             self.requests,
@@ -121,6 +126,7 @@ class DecodeWorker(EngineWorker):
             "prefill answers": self._answers.read,
             "registry changes": self._follow_registry,
             "prefill workers": self._workers.watch,
+            "prefixes of prefill workers": self._prefixes.read,
             "held prompts": self._publisher.watch,
             **(warm_ups if self.settings.current.remote_prefill else {}),
         }
@@ -216,3 +222,4 @@ class DecodeWorker(EngineWorker):
                 self.settings.read(self.view.settings())
             self._workers.give_up_gone()
             self._links.forget_gone()
+            self._prefixes.forget_gone()

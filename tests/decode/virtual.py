@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pdserve.config.schema import DecodeSection
-from pdserve.contract.messages import PrefillDone, PrefillLoad
+from pdserve.contract.messages import KvHandle, PrefillDone, PrefillLoad
 from pdserve.contract.slo import SloTargets as Pacing
 from pdserve.decode.policy.decision import Decision, decide
 from pdserve.decode.remote.publisher import PromptPublisher
@@ -40,6 +40,9 @@ ALL_REMOTE = DecodeSection(remote_prefill=True, conditional_disagg=False)
 ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
 
 
+HANDLE = KvHandle("", "", "", 1, [], 0, BLOCK)
+
+
 @dataclass(frozen=True)
 class Promised:
     ttft: float
@@ -63,6 +66,8 @@ class VirtualRequest:
     local_tokens: int = 0
     remote_tokens: int = 0
     prefiller: str = ""
+    preferred: str = ""
+    asked: float = 0.0
     has_first_step: bool = False
     since: float = 0.0
     pulled: float = 0.0
@@ -270,7 +275,7 @@ class VirtualPrefill(VirtualEngine):
     def token(self, request: VirtualRequest) -> None:
         self.requests.remove(request)
         self._speed.done(request.prompt, request.pulled, self.graph.now)
-        done = PrefillDone("", None, self.graph.now - request.pulled)  # type: ignore[arg-type]
+        done = PrefillDone("", HANDLE, self.graph.now - request.pulled)
         request.outcome = done
         request.computed = request.prompt - 1  # as vLLM: the decode engine computes the last token
         request.decode.answered(request)

@@ -188,7 +188,7 @@ class PrefillWorkers:
                 del self._unheard[gone]
             before = time.monotonic() - POLL_INTERVAL
             waited_for = {
-                request.prefiller
+                request.prefiller or request.preferred
                 for request in self.requests
                 if request.awaits_answer and request.asked < before
             }
@@ -214,13 +214,19 @@ class PrefillWorkers:
     def give_up_lost(self) -> None:
         """Prefill locally the prompts that were queued and not pulled yet when NATS lost its queue."""
         for request in self.requests:
-            queued = request.published and request.awaits_answer and not request.prefiller
+            queued = request.published and request.awaits_answer
+            queued = queued and not (request.prefiller or request.preferred)
             if queued and request.losses != self.queue.losses:
                 request.resolve(LOST)
 
     def give_up_gone(self) -> None:
         """Prefill locally the prompts that a lost worker had pulled, and all prompts if no worker is left. First wait
-        `LAST_ANSWERS`, because the worker's last message may say that its engine died of a request."""
+        `LAST_ANSWERS`, because the worker's last message may say that its engine died of a request. A prompt that was
+        sent to one worker, which will not begin it, goes to any."""
+        usable = {worker.id for worker in self.available()}
+        for request in self.requests:
+            if request.preferred and request.preferred not in usable:
+                request.preferred_begun(False)
         if lost := [request for request, _ in self._gone(self.requests)]:
             asyncio.get_running_loop().call_later(LAST_ANSWERS, self._give_up, lost)
 

@@ -7,6 +7,12 @@ from typing import Literal
 from pdserve.contract.messages import PrefillLoad
 from pdserve.contract.slo import MIN_MISS_DIFFERENCE
 
+MIN_SAVING = 0.005
+"""Seconds that a worker with the prefix must save: any worker else, because the first that is idle takes it."""
+MIN_BEGIN = 0.5
+"""Least seconds for a worker with the prefix to begin a prompt: for messages, and steps of its engine."""
+WAIT_FACTOR = 2.0
+"""Multiple of its expected wait that such a prompt may wait besides: other decode workers send it prompts, too."""
 LATER_PROMPTS = 2.0
 """Prompts delayed for each prompt that arrives while this one is computed, because a delayed prompt delays others."""
 
@@ -32,6 +38,8 @@ class Estimates:
     """Seconds that each stream loses by a remote prefill: 0 unless both engines share a core."""
     slo_misses: tuple[float, float] | None = None
     """SLO misses to expect from a local and from a remote prefill; None without an SLO."""
+    prefix: "PrefixChoice | None" = None
+    """The prefill worker whose prefix cache makes it cheaper than any worker; the remote times are its."""
 
     @property
     def local_cost(self) -> float:
@@ -73,12 +81,47 @@ class Estimates:
             f"{_ms(self.local_stall)}), remote {_ms(self.remote_cost)} ms (wait "
             f"{self._weight(self.remote_compute):.1f} x {_ms(self.remote_wait)}, compute "
             f"{_ms(self.remote_compute)}, stall {self.streams} streams x {_ms(self.remote_stall)}, handover "
-            f"{_ms(self.handover)})"
+            f"{_ms(self.handover)}){f'; {self.prefix}' if self.prefix else ''}"
         )
+
+
+@dataclass(frozen=True)
+class PrefixChoice:
+    """A prompt's prefill worker, chosen because it has a prefix of the prompt cached."""
+
+    worker: str
+    cached: int
+    """Prompt tokens that it has cached."""
+    saves: float
+    """Seconds of delay, summed over this and later prompts, that any worker would cost more."""
+    begin_within: float
+    """Seconds after which any worker may compute the prompt if this one has not begun."""
+
+    def __str__(self) -> str:
+        return f"{self.worker} has {self.cached} tokens cached and saves {_ms(self.saves)} ms"
 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.0f}"
+
+
+@dataclass(frozen=True)
+class RemoteWorker:
+    """A prefill worker as it is for one prompt."""
+
+    id: str
+    ahead: float
+    """Prompt tokens that it computes first."""
+    token_seconds: float
+    cached: int = 0
+    """Tokens of the prompt that are in its prefix cache."""
+
+    @property
+    def wait(self) -> float:
+        return self.ahead * self.token_seconds
+
+    def compute(self, prompt: int) -> float:
+        return (prompt - self.cached) * self.token_seconds
 
 
 @dataclass(frozen=True)
@@ -99,6 +142,28 @@ class SeenLoad:
         return min(own, -left), max(token_seconds, late)
 
 
+def prefix_choice(
+    prompt: int, remote: Sequence[RemoteWorker], queued: float, rate: float
+) -> PrefixChoice | None:
+    """Return the worker that should compute the prompt because of its prefix cache; None if any worker may.
+
+    Any worker begins as soon as the first one pulls, and has the prefix as likely as the workers on average. So if all
+    have it, the queue is best, because it needs no guess which worker is idle first."""
+    speed = sum(1 / each.token_seconds for each in remote)
+    wait = queued / speed + min(each.wait for each in remote)
+    compute = sum(each.compute(prompt) / each.token_seconds for each in remote) / speed
+    anywhere = (1 + LATER_PROMPTS * rate * compute) * wait + compute
+
+    def cost(worker: RemoteWorker) -> float:
+        computes = worker.compute(prompt)
+        return (1 + LATER_PROMPTS * rate * computes) * worker.wait + computes
+
+    best = min((each for each in remote if each.cached), key=cost, default=None)
+    if best is None or cost(best) + MIN_SAVING > anywhere:
+        return None
+    return PrefixChoice(best.id, best.cached, anywhere - cost(best), MIN_BEGIN + WAIT_FACTOR * best.wait)
+
+
 def estimate(
     compute: int,
     prompt: int,
@@ -107,7 +172,7 @@ def estimate(
     local_ahead: int,
     local_token: float,
     queued: float,
-    remote: Sequence[tuple[float, float]],
+    remote: Sequence[RemoteWorker],
     handover: float,
     step_token: float | None = None,
     rate: float = 0.0,
@@ -115,20 +180,25 @@ def estimate(
 ) -> Estimates:
     """`compute`: tokens of the prompt that are not in the local prefix cache; `local_ahead`: tokens that this engine
     computes first; `local_token`: its seconds per token; `queued`: tokens before this prompt that no prefill worker
-    has pulled; `remote`: for each prefill worker (at least one) its tokens and seconds per token; `step_token`: seconds
-    that each prompt token adds to a step with streams, if measured; `rate`: prompts per second; `slowdown`: share of
-    its time that a stream loses during a remote prefill."""
-    speed = sum(1 / seconds for _, seconds in remote)
-    ahead = queued + sum(tokens for tokens, _ in remote)
-    remote_compute = prompt * len(remote) / speed
+    has pulled; `remote`: the prefill workers, at least one; `step_token`: seconds that each prompt token adds to a step
+    with streams, if measured; `rate`: prompts per second; `slowdown`: share of its time that a stream loses during a
+    remote prefill."""
+    speed = sum(1 / each.token_seconds for each in remote)
+    wait = (queued + sum(each.ahead for each in remote)) / speed
+    # the mean over the workers, each as often as it is quick
+    remote_compute = sum(each.compute(prompt) / each.token_seconds for each in remote) / speed
+    if choice := prefix_choice(prompt, remote, queued, rate):
+        chosen = next(each for each in remote if each.id == choice.worker)
+        wait, remote_compute = chosen.wait, chosen.compute(prompt)
     return Estimates(
         local_wait=local_ahead * local_token,
         local_compute=compute * local_token,
         streams=streams,
-        remote_wait=ahead / speed,
+        remote_wait=wait,
         remote_compute=remote_compute,
         handover=handover,
         local_stall=compute * (step_token or local_token),
         rate=rate,
         remote_stall=remote_compute * slowdown,
+        prefix=choice,
     )

@@ -8,6 +8,9 @@ from pdserve.decode.policy.cost import Estimates
 
 Mode = Literal["local", "remote"]
 
+PREFIX = "prefix-cached"
+"""Reason of a remote prefill at the worker that has the prompt's prefix cached."""
+
 MIN_TIMEOUT = 2.0
 """Seconds that any remote prefill may take: for messages, scheduling and a busy machine."""
 TIMEOUT_FACTOR = 4.0
@@ -56,17 +59,18 @@ def decide(
     }
     if reason := next((reason for reason, holds in must_be_local.items() if holds), None):
         return Decision("local", reason)
+    prefix = PREFIX if estimates is not None and estimates.prefix else ""
     if not settings.conditional_disagg:
-        return Decision("remote", "always")
+        return Decision("remote", prefix or "always")
     if settings.policy == "adaptive" and estimates is not None:
         if estimates.better == "remote":
-            return Decision("remote", "remote-cheaper")
+            return Decision("remote", prefix or "remote-cheaper")
         return Decision("local", "idle" if estimates.is_idle else "local-cheaper")
     if prompt_len - prefix_hit <= settings.max_local_prefill_length:
         return Decision("local", "short")
     if queue_depth >= settings.max_prefill_queue_size:
         return Decision("local", "queue-full")
-    return Decision("remote", "long")
+    return Decision("remote", prefix or "long")
 
 
 def queue_limit(settings: DecodeSection) -> int:

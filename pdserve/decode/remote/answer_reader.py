@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from pdserve.contract.messages import (
+    RETURNED,
     KvHandle,
     PrefillAnswer,
     PrefillDone,
@@ -11,6 +12,7 @@ from pdserve.contract.messages import (
     PrefillProgress,
     PrefillStarted,
 )
+from pdserve.decode.peers.prefill_prefixes import PrefillPrefixIndex
 from pdserve.decode.peers.prefill_workers import UNKNOWN, UNREACHABLE, PrefillWorkers
 from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
@@ -31,6 +33,7 @@ class AnswerReader:
     workers: PrefillWorkers
     requests: DecodeRequests
     publisher: PromptPublisher
+    prefixes: PrefillPrefixIndex
 
     async def read(self) -> None:
         """Give each answer to the request that waits for it, for ever."""
@@ -48,11 +51,16 @@ class AnswerReader:
                 await self._read_ahead(request, handle)
             case PrefillDone():
                 await self._done(request, answer)
-            case PrefillFailed() if request is not None:
-                request.resolve(answer)
+            case PrefillFailed(reason=reason) if request is not None:
+                if reason == RETURNED:
+                    request.preferred_begun(False)
+                else:
+                    request.resolve(answer)
 
     def _started(self, request: DecodeRequest, started: PrefillStarted) -> None:
         worker = request.prefiller = started.worker
+        request.preferred_begun(True)
+        self.prefixes.computes(request, worker)
         if request.awaits_answer:
             request.hops.pulled(worker, started.queued)
         if not self.workers.is_known(worker):

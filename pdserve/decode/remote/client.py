@@ -5,9 +5,11 @@ whose KV cannot be read."""
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from pdserve.contract.messages import KvHandle, PrefillDone, PrefillFailed, PrefillRequest, Submit, encode
 from pdserve.decode.peers.links import KvLinks
@@ -23,6 +25,8 @@ from pdserve.util.errors import ProtocolError, QueueFull, QueueUnavailable
 
 logger = logging.getLogger(__name__)
 
+BEGIN_GRACE = 0.25
+"""Seconds for the messages to and from a worker with the prefix, in addition to the time in which it may begin."""
 WARM_UP_TIMEOUT = 5.0
 """Seconds that the prefill of a warm-up may take: the worker may have long prompts to compute first."""
 TIMEOUT, DOWN, FULL = "timeout", "queue-down", "queue-full"
@@ -103,9 +107,9 @@ class RemotePrefill:
         tokens = len(request.submit.prompt)
         request.answer = asyncio.get_running_loop().create_future()
         try:
-            bound = partial(self._bound, request)
-            if not request.warm_up_with and not await self.publisher.wait(request, bound):
-                request.resolve(TIMEOUT)
+            if request.preferred and not await self._prefer(request):
+                request.preferred, request.remote_tokens = "", tokens
+            await self._wait_turn(request)
             if request.awaits_answer:
                 await self._wait_answer(request, request.answer)
         finally:
@@ -131,11 +135,33 @@ class RemotePrefill:
                     self.workers.left_untaken(request)
                 raise NoHandle(reason, _why_none(reason, request.prefiller, now - request.asked))
 
+    async def _wait_turn(self, request: DecodeRequest) -> None:
+        """Wait until the prompt may be published; one that bypasses the queue needs not."""
+        bypasses = request.warm_up_with or request.preferred
+        if not bypasses and not await self.publisher.wait(request, partial(self._bound, request)):
+            request.resolve(TIMEOUT)
+
+    async def _prefer(self, request: DecodeRequest) -> bool:
+        """Send the prompt to the worker with its prefix. Return False if that does not begin it in time."""
+        request.begun = asyncio.get_running_loop().create_future()
+        assert request.answer is not None
+        request.published = True
+        await self._publish(request, request.begin_within + self._bound(request, 0))
+        ends: set[asyncio.Future[Any]] = {request.begun, request.answer}
+        within = request.begin_within + BEGIN_GRACE
+        await asyncio.wait(ends, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+        request.preferred_begun(False)
+        if request.begun.result() or not request.awaits_answer:
+            return True
+        request.hops.missed(f"{request.preferred} did not begin it")
+        return False
+
     async def _wait_answer(self, request: DecodeRequest, answer: asyncio.Future[Outcome]) -> None:
         bound = self._bound(request, self.queue.stored)
         request.published = True
         ends = time.monotonic() + bound
-        await self._publish(request, bound)
+        if not request.preferred:
+            await self._publish(request, bound)
         await asyncio.wait({answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
 
@@ -157,11 +183,14 @@ class RemotePrefill:
             traceparent=submit.traceparent,
             held=request.hops.held,
             reads_state=True,
+            begin_within=request.begin_within if request.preferred else 0.0,
+            client=submit.client if request.preferred else "",
+            due=request.due - time.monotonic() if request.preferred and request.due < math.inf else None,
         )
         request.losses = self.queue.losses
         try:
-            if request.warm_up_with:
-                await self.queue.address(request.warm_up_with, message)
+            if worker := request.warm_up_with or request.preferred:
+                await self.queue.address(worker, message)
             else:
                 await self.queue.publish(message)
         except QueueUnavailable as error:  # without effect if the message was stored and answered

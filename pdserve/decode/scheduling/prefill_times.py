@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -11,9 +11,10 @@ import msgspec
 from pdserve.contract.messages import PrefillDone, PrefillLoad
 from pdserve.contract.slo import is_flex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers
-from pdserve.decode.policy.cost import Estimates, SeenLoad, estimate
+from pdserve.decode.policy.cost import Estimates, RemoteWorker, SeenLoad, estimate
 from pdserve.decode.policy.slo_risk import SloRisk, chunk_of, chunk_without_slo, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
+from pdserve.kv.handles import prefix_hit
 from pdserve.process.learned import MIN_MEASURED_TOKENS, WEIGHT, LearnedMean, PrefillSpeed, decayed
 from pdserve.queue.base import PrefillQueue
 from pdserve.queue.prompt_queue import is_late
@@ -91,15 +92,23 @@ class Estimator:
     """By prefill worker: seconds per token of the last prompt that it answered, and when. An upper bound, since the
     prompt may have waited for others in the engine."""
 
-    def of(self, asked: DecodeRequest, compute: int, prompt: int, workers: Sequence[str]) -> Estimates | None:
+    def of(
+        self,
+        asked: DecodeRequest,
+        compute: int,
+        prompt: int,
+        workers: Sequence[str],
+        cached: Mapping[str, int] = {},
+    ) -> Estimates | None:
         """Return the costs of the prompt of a new request, which is in `requests` already; None without a prefill
-        worker. Call it once per prompt, because it also measures how often prompts arrive."""
+        worker. `cached`: by prefill worker, prompt tokens in its prefix cache. Call it once per prompt, because it also
+        measures how often prompts arrive."""
         if not workers:
             return None
         now = self.clock()
         requests = [each for each in self._before(is_flex(asked.submit.client)) if each is not asked]
-        local_token, remote = self._speeds(requests, workers, now)
-        spread = 1 / sum(1 / seconds for _, seconds in remote)
+        local_token, remote = self._speeds(requests, workers, now, cached)
+        spread = 1 / sum(1 / each.token_seconds for each in remote)
         slots = ((each.due, each.local_tokens) for each in requests if not each.since)
         held = ((each.due, each.remote_tokens) for each in requests if not each.published)
         local_tokens = self.prefill_tokens() + sum(request.local_tokens for request in requests)
@@ -189,13 +198,22 @@ class Estimator:
         return SeenLoad(load, now - at)
 
     def _speeds(
-        self, requests: Iterable[DecodeRequest], workers: Sequence[str], now: float
-    ) -> tuple[float, list[tuple[float, float]]]:
-        """Return the local seconds per token, and for each prefill worker its tokens left and seconds per token. A
-        speed that was not measured lately decays towards the other side's."""
-        own = Counter[str]()
+        self,
+        requests: Iterable[DecodeRequest],
+        workers: Sequence[str],
+        now: float,
+        cached: Mapping[str, int] = {},
+    ) -> tuple[float, list[RemoteWorker]]:
+        """Return the local seconds per token, and the prefill workers. A speed that was not measured lately decays
+        towards the other side's."""
+        own, sent = Counter[str](), Counter[str]()
         for request in requests:
             own[request.prefiller] += request.remote_tokens
+            if (
+                not request.prefiller
+                and request.asked > self.queue.loads.get(request.preferred, (None, 0.0))[1]
+            ):
+                sent[request.preferred] += request.remote_tokens
         seen = [self._seen(name, now) for name in workers]
         mean = self._local.token_seconds
         best = min((each.load.token_seconds for each in seen if each.load.token_seconds), default=None)
@@ -204,13 +222,18 @@ class Estimator:
         left = []
         for name, each in zip(workers, seen, strict=True):
             seconds = decayed(each.load.token_seconds or None, each.age, mean.value) or known
-            left.append(each.left(own[name], seconds))
+            ahead, seconds = each.left(own[name], seconds)
+            left.append(RemoteWorker(name, ahead + sent[name], seconds, cached.get(name, 0)))
         return local, left
 
     def _queued(self, requests: Collection[DecodeRequest], prompt: int) -> float:
         """Tokens that no prefill worker has pulled. Only the number of other decode workers' prompts is known; each
         counts as many tokens as this worker's average prompt."""
-        own = [each.remote_tokens for each in requests if each.remote_tokens and not each.prefiller]
+        own = [
+            each.remote_tokens
+            for each in requests
+            if each.remote_tokens and not (each.prefiller or each.preferred)
+        ]
         others = max(0, self.queue.depth - len(own))
         return sum(own) + others * (sum(own) / len(own) if own else prompt)
 
@@ -230,8 +253,8 @@ class Estimator:
         local_tokens = self.prefill_tokens() + sum(request.local_tokens for request in requests)
         ways = [(local_tokens * local_token, local_token)]
         if remote:
-            spread = 1 / sum(1 / seconds for _, seconds in remote)
-            remote_tokens = self._queued(requests, MIN_MEASURED_TOKENS) + sum(tokens for tokens, _ in remote)
+            spread = 1 / sum(1 / each.token_seconds for each in remote)
+            remote_tokens = self._queued(requests, MIN_MEASURED_TOKENS) + sum(each.ahead for each in remote)
             ways.append((remote_tokens * spread, spread * len(remote)))
         backlog = local_token * sum(each.local_tokens for each in requests if not each.since)
         backlog += ways[-1][1] * sum(each.remote_tokens for each in requests if not each.prefiller)
@@ -249,7 +272,10 @@ class Estimator:
         if request.decision is None or request.decision.mode == "local":
             return
         tokens, done = len(request.submit.prompt), request.outcome
-        if isinstance(done, PrefillDone) and tokens >= MIN_MEASURED_TOKENS:
+        if (
+            isinstance(done, PrefillDone)
+            and (tokens := tokens - prefix_hit(done.handle)) >= MIN_MEASURED_TOKENS
+        ):
             self._answered[request.prefiller] = done.compute_seconds / tokens, now
         if not any(other.local_tokens for other in self.requests):  # else the request waited for those
             self._handover.learn(now - request.since, now)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.contract.messages import PrefillLoad
-from pdserve.decode.policy.cost import LATER_PROMPTS, Estimates, SeenLoad, estimate
+from pdserve.decode.policy.cost import LATER_PROMPTS, Estimates, RemoteWorker, SeenLoad, estimate
 
 FAST, SLOW = 1 / 20_000, 1 / 2_000
 """seconds per token"""
@@ -28,7 +28,7 @@ def found(
         local_ahead=ahead,
         local_token=FAST,
         queued=queued,
-        remote=remote,
+        remote=[RemoteWorker(f"prefill-{at}", *each) for at, each in enumerate(remote)],
         handover=0.02,
         rate=rate,
         slowdown=slowdown,
