@@ -9,6 +9,7 @@ from enum import Enum
 
 from pdserve.contract.messages import KvHandle, Placed, PrefillDone, PrefillFailed, Promise, Submit
 from pdserve.decode.hops import RequestHops
+from pdserve.decode.policy.cost import PrefixChoice
 from pdserve.decode.policy.decision import Decision
 from pdserve.kv.handles import source
 from pdserve.observe.tracing import Attributes, Tracer
@@ -62,13 +63,10 @@ class DecodeRequest:
     """`queue.losses` when the prompt was published."""
     engines_died: int = 0
     """Engines in a row that died while they computed its next token; above 0: a suspect (`quarantine.py`)."""
-    preferred: str = ""
-    """Instance id of the prefill worker to which the prompt was sent because of its prefix cache; empty: none, or any
-    worker may compute it by now."""
-    begin_within: float = 0.0
-    """Seconds for that worker to begin it."""
+    prefix: PrefixChoice | None = None
+    """The prefill worker to which the prompt is sent because of its prefix cache; None: any worker may compute it."""
     begun: asyncio.Future[bool] | None = None
-    """While `preferred`: whether that worker has begun it. False: it will not."""
+    """While `prefix`: whether that worker has begun it. False: it will not."""
     prefix_hit: int = 0
     """Prompt tokens in this engine's prefix cache at the decision."""
     read_ahead: KvHandle | None = None
@@ -106,6 +104,11 @@ class DecodeRequest:
         """TTFT deadline."""
         self.gap = promise.gap or math.inf
         """Longest gap between two tokens by its SLO, in seconds."""
+
+    @property
+    def preferred(self) -> str:
+        """Id of the only prefill worker that may compute the prompt; empty: any may."""
+        return self.prefix.worker if self.prefix else ""
 
     @property
     def placed(self) -> Placed:

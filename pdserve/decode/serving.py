@@ -88,7 +88,8 @@ class RequestRunner:
             return
         decision, done = self._decide(request), None
         if decision.mode == "remote":
-            done = await self.remote.prefill(request, decision.reason)
+            why = f"{decision.reason}: {request.prefix}" if request.prefix else decision.reason
+            done = await self.remote.prefill(request, why)
             if done is None:
                 decision = Decision("local", OWN if request.outcome == OWN else "fallback")
         request.remote_tokens = 0
@@ -172,9 +173,9 @@ class RequestRunner:
             if request.prefix_hit:  # with remote KV, vLLM reads no blocks from host memory
                 request.prefix_hit = self.engine.prefix_hit(submit.prompt, submit.body, host=False) or 0
             request.remote_tokens = prompt
-            if decision.reason == PREFIX and estimates is not None and (choice := estimates.prefix):
-                request.preferred, request.begin_within = choice.worker, choice.begin_within
-                request.remote_tokens -= choice.cached
+            if decision.reason == PREFIX and estimates is not None and estimates.prefix is not None:
+                request.prefix = estimates.prefix
+                request.remote_tokens -= request.prefix.cached
         else:
             request.local_tokens = prompt - request.prefix_hit
         return decision

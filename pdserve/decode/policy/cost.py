@@ -7,7 +7,7 @@ from typing import Literal
 from pdserve.contract.messages import PrefillLoad
 from pdserve.contract.slo import MIN_MISS_DIFFERENCE
 
-MIN_SAVING = 0.005
+MIN_SAVING = 0.002
 """Seconds that a worker with the prefix must save: any worker else, because the first that is idle takes it."""
 MIN_BEGIN = 0.5
 """Least seconds for a worker with the prefix to begin a prompt: for messages, and steps of its engine."""

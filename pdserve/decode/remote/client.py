@@ -14,6 +14,7 @@ from typing import Any
 from pdserve.contract.messages import KvHandle, PrefillDone, PrefillFailed, PrefillRequest, Submit, encode
 from pdserve.decode.peers.links import KvLinks
 from pdserve.decode.peers.prefill_workers import ALONE, GONE, LOST, UNKNOWN, UNREACHABLE, PrefillWorkers
+from pdserve.decode.policy.cost import PrefixChoice
 from pdserve.decode.policy.decision import PrefillTimeout
 from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, Outcome
@@ -107,8 +108,8 @@ class RemotePrefill:
         tokens = len(request.submit.prompt)
         request.answer = asyncio.get_running_loop().create_future()
         try:
-            if request.preferred and not await self._prefer(request):
-                request.preferred, request.remote_tokens = "", tokens
+            if request.prefix and not await self._prefer(request, request.prefix):
+                request.prefix, request.remote_tokens = None, tokens
             await self._wait_turn(request)
             if request.awaits_answer:
                 await self._wait_answer(request, request.answer)
@@ -141,19 +142,19 @@ class RemotePrefill:
         if not bypasses and not await self.publisher.wait(request, partial(self._bound, request)):
             request.resolve(TIMEOUT)
 
-    async def _prefer(self, request: DecodeRequest) -> bool:
+    async def _prefer(self, request: DecodeRequest, prefix: PrefixChoice) -> bool:
         """Send the prompt to the worker with its prefix. Return False if that does not begin it in time."""
         request.begun = asyncio.get_running_loop().create_future()
         assert request.answer is not None
         request.published = True
-        await self._publish(request, request.begin_within + self._bound(request, 0))
+        await self._publish(request, prefix.begin_within + self._bound(request, 0))
         ends: set[asyncio.Future[Any]] = {request.begun, request.answer}
-        within = request.begin_within + BEGIN_GRACE
+        within = prefix.begin_within + BEGIN_GRACE
         await asyncio.wait(ends, timeout=within, return_when=asyncio.FIRST_COMPLETED)
         request.preferred_begun(False)
         if request.begun.result() or not request.awaits_answer:
             return True
-        request.hops.missed(f"{request.preferred} did not begin it")
+        request.hops.missed(f"{prefix.worker} did not begin it")
         return False
 
     async def _wait_answer(self, request: DecodeRequest, answer: asyncio.Future[Outcome]) -> None:
@@ -183,7 +184,7 @@ class RemotePrefill:
             traceparent=submit.traceparent,
             held=request.hops.held,
             reads_state=True,
-            begin_within=request.begin_within if request.preferred else 0.0,
+            begin_within=request.prefix.begin_within if request.prefix else 0.0,
             client=submit.client if request.preferred else "",
             due=request.due - time.monotonic() if request.preferred and request.due < math.inf else None,
         )
