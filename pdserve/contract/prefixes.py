@@ -191,7 +191,7 @@ class CachedPrefixes:
         return list(self._reported)
 
     def follow(self, follower: str, wanted: bool = True) -> bool:
-        """Collect changes for this follower, who calls `changes` regularly, or stop it. Return whether it is new."""
+        """Collect changes until this follower's next call of `changes`, or stop that. Return whether it is new."""
         if not wanted:
             self._changed.pop(follower, None)
         elif follower not in self._changed:
