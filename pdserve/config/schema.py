@@ -258,6 +258,8 @@ class DecodeSection(WorkerSection):
     """tokens; a prompt with more tokens to compute goes to a prefill worker"""
     max_prefill_queue_size: ZeroOrMore = 10
     """requests; while this many wait in the prefill queue, prompts are prefilled locally"""
+    prefill_by_prefix: Flag = True
+    """send a prompt to the prefill worker that has its prefix cached, if that saves time; false: to any"""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class RequestRunner:
         request.prefix_hit = hit or 0
         workers = self.workers.available()
         estimates = None
-        cached = self.prefixes.cached(request, workers) if settings.remote_prefill and hit is not None else {}
+        cached = self.prefixes.cached(request, workers) if settings.remote_prefill else {}
         if settings.remote_prefill and (settings.policy == "adaptive" or cached):
             compute, ids = prompt - request.prefix_hit, [worker.id for worker in workers]
             estimates = self.estimator.of(request, compute, prompt, ids, cached)

@@ -22,6 +22,8 @@ class PrefillPrefixIndex:
     engine: Engine
     queue: PrefillQueue
     workers: PrefillWorkers
+    enabled: bool = True
+    """`prefill-by-prefix`."""
     _index: PrefixIndex = field(default_factory=PrefixIndex)
     _own: dict[str, dict[bytes, None]] = field(default_factory=dict)
     """By worker: names of prefixes that it computed for this decode worker, oldest first."""
@@ -30,14 +32,12 @@ class PrefillPrefixIndex:
         """Read the prefill workers' reports, for ever."""
         async for report in self.queue.prefixes():
             with isolate_errors("prefixes of prefill workers"):
-                if self.workers.is_known(report.worker):
+                if self.enabled and self.workers.is_known(report.worker):
                     self._index.apply(report.worker, report.changed)
 
     def cached(self, request: DecodeRequest, workers: Iterable[Instance]) -> dict[str, int]:
         """Return by worker the number of leading prompt tokens that it has cached; workers with none are left out."""
-        if not len(self._index):
-            return {}
-        key = self.engine.prefix_key(request.submit.body)
+        key = self.engine.prefix_key(request.submit.body) if len(self._index) else None
         if key is None:
             return {}
         found = self._index.cached(request.submit.prompt, *key)
@@ -47,6 +47,8 @@ class PrefillPrefixIndex:
         """Record that a worker computes this prompt, so that it will have its prefixes before it reports them. The
         oldest are forgotten when they are more than its cache may have, because a worker reports nothing while no
         prompt finds a prefix."""
+        if not self.enabled:
+            return
         found = next((each for each in self.workers.registered() if each.id == worker), None)
         try:
             key = self.engine.prefix_key(request.submit.body)
