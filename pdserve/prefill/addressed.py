@@ -9,15 +9,18 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from pdserve.contract.messages import RETURNED, PrefillFailed, PrefillRequest
+from pdserve.contract.messages import RETURNED, PrefillFailed, PrefillRequest, QueueState
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.prompt_queue import PromptQueue
 from pdserve.util.errors import QueueUnavailable
 
 
 class AddressedPrompt(Delivery):
-    def __init__(self, request: PrefillRequest, queue: PrefillQueue) -> None:
+    def __init__(self, request: PrefillRequest, queue: PrefillQueue, worker: str) -> None:
+        """`worker`: id of the prefill worker."""
         super().__init__(request)
+        self.state = QueueState(0, 0, worker)
+        """It says nothing of the queue."""
         self._queue = queue
         self.arrived = time.monotonic()
         self.last_start = self.arrived + request.begin_within

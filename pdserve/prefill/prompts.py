@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
+
 from pdserve.config.schema import Config
 from pdserve.contract.messages import (
     PrefillAnswer,
@@ -124,12 +126,13 @@ class PromptRunner:
             if not request.begin_within:
                 await self._start(Delivery(request))
                 continue
-            prompt = AddressedPrompt(request, self._queue)
+            prompt = AddressedPrompt(request, self._queue, self.id)
             if self.pulling.draining or self.pulling.stalled:
                 await prompt.give_back()
             elif self.pulling.receive(prompt):
                 await self._start(prompt)
                 self.pulling.begun()
+            self._queue.load_changed(self.pulling.puller)
 
     async def _start(self, delivery: Delivery) -> None:
         with isolate_errors("prompts") as one:
@@ -172,8 +175,13 @@ class PromptRunner:
             self._running.drop(running, failed=True)
             await self._answer(delivery, PrefillFailed(request.request_id, "refused", str(error)))
         else:
-            started = PrefillStarted(request.request_id, self.id, delivery.queued, delivery.state)
-            await self._answers.send(request.decode, started)
+            await self._answers.send(request.decode, self._started(delivery))
+
+    def _started(self, delivery: Delivery) -> PrefillStarted:
+        state = delivery.state
+        if state is not None and state.worker:
+            state = msgspec.structs.replace(state, load=self.pulling.load())
+        return PrefillStarted(delivery.request.request_id, self.id, delivery.queued, state)
 
     def _cached(self, request: PrefillRequest) -> int:
         """Prompt tokens in the prefix cache."""

@@ -100,7 +100,7 @@ class Pulling:
         try:
             async with asyncio.timeout(None) as waiting:
                 self._waiting = waiting if wait else None
-                return await self.queue.pull(1, wait, Puller(self.instance, self._load))
+                return await self.queue.pull(1, wait, self.puller)
         except TimeoutError:
             return []
         finally:
@@ -151,7 +151,11 @@ class Pulling:
             tokens = sum(running.tokens for running in prompts)
             self.speed.done(tokens, min(running.started for running in prompts), time.monotonic())
 
-    def _load(self) -> PrefillLoad:
+    @property
+    def puller(self) -> Puller:
+        return Puller(self.instance, self.load)
+
+    def load(self) -> PrefillLoad:
         tokens = self.running.tokens + self.addressed.tokens + self.decode_load().tokens
         return PrefillLoad(tokens, self.speed.token_seconds.value or 0.0)
 

@@ -143,6 +143,10 @@ class PrefillQueue(Lifetime):
         to decode workers (`reports.py`)."""
 
     @abstractmethod
+    def load_changed(self, worker: Puller) -> None:
+        """Report the load of `worker` as after a pull, because it got a request that bypassed the queue."""
+
+    @abstractmethod
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...
 
     @abstractmethod

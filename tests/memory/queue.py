@@ -220,6 +220,9 @@ class MemoryQueue(PrefillQueue):
                 except TimeoutError:
                     pass
 
+    def load_changed(self, worker: Puller) -> None:
+        self._requests.loads[worker.id] = worker.load(), time.monotonic()
+
     async def _take(self, limit: int) -> list[Delivery]:
         found: list[Delivery] = []
         for entry in list(self._requests.entries):

@@ -306,6 +306,11 @@ class JetStreamQueue(PrefillQueue):
         if len(deliveries) < len(messages) or not all(each.request.reads_state for each in deliveries):
             await self._connection.publish(self._names.state, encode(state))
 
+    def load_changed(self, worker: Puller) -> None:
+        state, _ = self._last_pull
+        self._last_pull = msgspec.structs.replace(state, worker=worker.id), worker
+        self._pulled.set()
+
     async def _report_state(self) -> None:
         """Broadcast this worker's state where other decode workers need it, for ever."""
         while True:
