@@ -1,4 +1,4 @@
-"""docs/security.md states the limits of the configuration and names tests that exist."""
+"""docs/security.md states the limits of the configuration, and every page names only tests that exist."""
 
 import re
 from collections.abc import Iterator
@@ -11,6 +11,9 @@ from pdserve.config.sections import rules
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/security.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TESTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+SOURCES = "".join(TESTS.values())
 
 
 def limits() -> Iterator[tuple[str, str, Any]]:
@@ -38,14 +41,21 @@ def test_a_limit_is_what_the_configuration_says(said: str, key: str, default: fl
     assert set(re.split("; |, at most |, ", said)) & _words(default), f"{key} is {default:g}"
 
 
-def test_the_tests_that_the_page_names_exist() -> None:
-    files = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
-    named = re.findall(r"(?:tests/[\w/]+/)?(test_\w+\.py)", PAGE)
-    assert len(named) > 15
-    assert [name for name in named if name not in files] == []
-    functions = "".join(path.read_text() for path in files.values())
-    wanted = re.findall(r"`(test_\w+)`", PAGE)
-    assert [name for name in wanted if f"def {name}(" not in functions] == []
+def test_the_tests_that_pages_name_exist() -> None:
+    """A page names files, with or without their folder (`stream/test_tls.py`), and functions."""
+    missing = [(page.name, name) for page in PAGES for name in _tests(page.read_text()) if not _exists(name)]
+    assert missing == []
+    assert len(set(_tests(PAGE))) > 20
+
+
+def _tests(text: str) -> list[str]:
+    return re.findall(r"[\w/]*\btest_\w+(?:\.py)?", text)
+
+
+def _exists(name: str) -> bool:
+    if name.endswith(".py"):
+        return any(f"/{path}".endswith(f"/{name}") for path in TESTS)
+    return f"def {name}(" in SOURCES
 
 
 @pytest.mark.parametrize("key", [key for key in rules("Security") if key != "allow"])
