@@ -1,6 +1,7 @@
 """Finds the running graph that a command is for, and the slot of a role that runs alone."""
 
 import hashlib
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,6 +24,8 @@ from pdserve.supervisor.preflight import busy_ports, slot_ports
 from pdserve.supervisor.state import GraphRecord
 from pdserve.util.errors import ConfigError, RegistryUnavailable, Unavailable
 from pdserve.util.program import pdserve_command
+
+logger = logging.getLogger(__name__)
 
 _NOTHING = Snapshot([], [], {}, {})
 
@@ -144,6 +147,8 @@ def _planned(role: Role, file: Path, index: int, node: int) -> tuple[Config, Slo
     if plan.problems or not plan.slots:
         what = f"{role.value} number {index}" + f" with a host of node rank {node} (nnodes)" * bool(node)
         raise ConfigError([*plan.problems] or [f"{file} has no {what}."])
+    for note in plan.notes:
+        logger.info("%s", note)
     return _with_servers(plan.config), plan.slots[0]
 
 

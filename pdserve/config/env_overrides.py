@@ -1,4 +1,4 @@
-"""Replaces keys that differ by host with environment variables, which win over the file."""
+"""Replaces keys that differ by host or container with environment variables, which win over the file."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +16,18 @@ VARIABLES = {
     "PDSERVE_PAGES_PORT": "Graph.pages-port",
     "PDSERVE_FRONTEND_HOST": "Frontend.host",
     "PDSERVE_FRONTEND_PORT": "Frontend.port",
+    "PDSERVE_BATCHES": "Frontend.batches",
+    "PDSERVE_KV_OFFLOAD_FOLDER": "VllmWorker.kv-offload-folder, PrefillWorker.kv-offload-folder",
     "PDSERVE_CREDENTIALS": "Security.credentials",
+    "PDSERVE_TLS_CERTIFICATE": "Security.tls-certificate",
+    "PDSERVE_TLS_KEY": "Security.tls-key",
+    "PDSERVE_ALLOW": "Security.allow",
 }
-"""Variable -> the key that it replaces. An empty variable counts as not set."""
-_FOLDERS = ("PDSERVE_STATE_DIR", "PDSERVE_CREDENTIALS")
-"""Their relative paths count from the working directory, not from the file's folder."""
+"""Variable -> the keys that it replaces. An empty variable counts as not set."""
+_ADDED = ("Graph", "Security")
+"""Sections that a variable adds to a file without them; any other would start processes."""
+_PATHS = ("_DIR", "_BATCHES", "_FOLDER", "_CREDENTIALS", "_TLS_CERTIFICATE", "_TLS_KEY")
+"""Ends of variables with a path. A relative one counts from the working directory, not from the file's folder."""
 _SERVICE_LINK = "tcp://"
 """Kubernetes sets PDSERVE_FRONTEND_PORT=tcp://... in all pods beside a Service named pdserve-frontend."""
 
@@ -29,14 +36,14 @@ def with_environment(
     tree: Mapping[str, Entry], env: Mapping[str, str]
 ) -> tuple[dict[str, Entry], tuple[str, ...]]:
     """Return the file's sections with the variables in place of their keys, and the variables used. The same checks
-    apply to them, and errors name the variable. Frontend variables add no Frontend to a file without one."""
+    apply to them, and errors name the variable."""
     read = dict(tree)
     used = list[str]()
-    for variable, place in VARIABLES.items():
+    for variable, place in [(name, place) for name in VARIABLES for place in VARIABLES[name].split(", ")]:
         section, _, key = place.partition(".")
         text = env.get(variable, "")
         linked = variable.endswith("_PORT") and text.startswith(_SERVICE_LINK)
-        if not text or linked or (section == "Frontend" and section not in tree):
+        if not text or linked or (section not in _ADDED and section not in tree):
             continue
         entry = read.get(section, Entry(section, 0))
         if entry.value is None or isinstance(entry.value, dict):  # else SectionReader reports it
@@ -47,6 +54,8 @@ def with_environment(
 
 
 def _value(variable: str, text: str) -> object:
-    if variable in _FOLDERS:
+    if variable.endswith(_PATHS):
         return text if text.startswith("~") else str(Path.cwd() / text)
+    if variable == "PDSERVE_ALLOW":
+        return [each.strip() for each in text.split(",")]
     return int(text) if variable.endswith("_PORT") and text.isdecimal() else text

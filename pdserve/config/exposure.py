@@ -52,7 +52,9 @@ def _of_graph(graph: GraphSection, allowed: bool) -> Iterator[Opening]:
 
 
 def _or_accept(*allowances: Allowance) -> str:
-    return f"or accept it with Security.allow: [{', '.join(allowances)}]"
+    return (
+        f"or accept it with Security.allow: [{', '.join(allowances)}] (PDSERVE_ALLOW={','.join(allowances)})"
+    )
 
 
 def _host(address: str) -> str:

@@ -32,6 +32,8 @@ from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ConfigError
 from pdserve.util.program import pdserve_command
 
+_SANDBOX = "or name it in systemd's ReadWritePaths (docs/hosts.md)"
+
 
 def problems(
     config: Config,
@@ -47,6 +49,7 @@ def problems(
         if real or frontends:
             yield from _vllm(machine)
         yield from _weights(config, model, real)
+        yield from _batches(config, frontends)
     yield from _build(machine, real)
     yield from _ports(config, [*(worker.slot for worker in workers), *frontends])
     yield from _kv_variable(env)
@@ -140,6 +143,12 @@ def _weights(config: Config, model: ModelFacts | None, workers: Sequence[Planned
     loaders = {str(worker.config.engine_args.get("load-format", "auto")) for worker in workers}
     if model and config.model.startswith("/") and "auto" in loaders and not has_weights(model.folder):
         yield f"{model.folder} has no weights: copy the model's *.safetensors there, or correct model."
+
+
+def _batches(config: Config, frontends: Sequence[Slot]) -> Iterator[str]:
+    folder = config.frontend.batches if config.frontend and frontends else None
+    if folder and free_disk(folder) is None:
+        yield f"Frontend.batches: {folder} cannot be written: set another folder, {_SANDBOX}."
 
 
 def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
@@ -345,7 +354,8 @@ def _disk(config: Config, workers: Sequence[PlannedWorker]) -> Iterator[str]:
             continue
         folder = disk_folder(config, worker.config)
         if (disk := free_disk(folder)) is None:
-            yield f"kv-offload-disk of {worker.slot.name}: {folder} cannot be written: set kv-offload-folder."
+            advice = f"set kv-offload-folder, {_SANDBOX}."
+            yield f"kv-offload-disk of {worker.slot.name}: {folder} cannot be written: {advice}"
             continue
         number, free = disk
         before, *_ = needs.get(number, (0,))

@@ -24,6 +24,10 @@ MIB = 2**20
 _RDMA = Path("/sys/class/infiniband")
 _SHARED = Path("/dev/shm")
 _CPUINFO = Path("/proc/cpuinfo")
+_CONTAINER = (Path("/.dockerenv"), Path("/run/.containerenv"))
+"""Files that Docker and Podman put into each container."""
+_NETWORK = Path("/sys/class/net")
+"""Its network devices; `device` is a link of those with hardware, which only the host's network has."""
 
 _KNOWN_GPUS = {
     "T4": 14.56,
@@ -74,6 +78,8 @@ class Machine:
     """RDMA ports, as UCX names them: `mlx5_0:1`"""
     shared: int | None = None
     """total bytes of /dev/shm; None: there is none"""
+    own_network: bool = False
+    """in a container with a network of its own, whose published ports do not reach loopback addresses"""
     half_is_slow: bool = False
     """bfloat16 and float16 are slow, because oneDNN needs AVX-512 for them on x86"""
 
@@ -90,6 +96,7 @@ class Machine:
             },
             rdma=tuple(f"{port.parts[-3]}:{port.name}" for port in sorted(_RDMA.glob("*/ports/*"))),
             shared=psutil.disk_usage(str(_SHARED)).total if _SHARED.is_dir() else None,
+            own_network=any(map(Path.exists, _CONTAINER)) and not any(_NETWORK.glob("*/device")),
             half_is_slow=platform.machine() == "x86_64" and "avx512bw" not in _CPUINFO.read_text().split(),
         )
 
@@ -102,7 +109,7 @@ class Machine:
 def free_disk(folder: Path) -> tuple[int, int] | None:
     """Return the device number and the free bytes of a folder's file system; None if nothing can be written there. The
     folder need not exist."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return None
     return existing.stat().st_dev, psutil.disk_usage(str(existing)).free

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from pdserve.config.engine_args.arguments import draft_model
@@ -26,11 +27,16 @@ from pdserve.plan.slots import (
     worker_config,
 )
 from pdserve.util.errors import ConfigError
+from pdserve.util.net import is_loopback
 
 DECODE_CHUNK = 256
 """Most tokens of a prompt that a decode worker computes in a step beside others (docs/decisions/0025-adaptive.md)."""
 UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization")
 """Arguments that change an engine's memory in ways that `memory.py` does not estimate."""
+_UNREACHED = (
+    "The API listens on {} inside this container, where its published ports (docker run -p) do not lead: set "
+    "PDSERVE_FRONTEND_HOST=0.0.0.0, PDSERVE_API_KEYS and PDSERVE_ALLOW=plain-http, or a certificate."
+)
 W = TypeVar("W", bound=WorkerConfig)
 
 
@@ -81,6 +87,8 @@ def make_plan(
     problems += checks.problems(config, machine, workers, frontends, model, env)
     unknown = "" if problems else _unknown(config, model, workers)
     notes += _notes(config, machine, model, workers, whole=roles is None and index is None)
+    if frontends and config.frontend and machine.own_network and is_loopback(config.frontend.host):
+        notes.append(_UNREACHED.format(config.frontend.host))
     explained = tuple(explain(config, model)) if model is not None else ()
     return Plan(config, machine, workers, frontends, tuple(problems), unknown, tuple(notes), explained)
 
@@ -145,15 +153,22 @@ def _model(config: Config, problems: list[str]) -> ModelFacts | None:
     folder = find_folder(config.model, revision)
     if folder is None:
         if config.model.startswith("/"):
-            problems.append(
-                f"{config.path}: model folder {config.model} not found: create it or correct model."
-            )
+            problems.append(f"{config.path}: model folder {config.model} {_missing(Path(config.model))}")
         return None
     try:
         return read_model(folder)
     except ConfigError as error:
         problems += error.problems
         return None
+
+
+def _missing(folder: Path) -> str:
+    for parent in reversed(folder.parents):
+        if os.path.isdir(parent) and not os.access(parent, os.X_OK, effective_ids=True):
+            return (
+                f"is not readable: this user may not enter {parent} (systemd's ProtectHome? docs/hosts.md)."
+            )
+    return "not found: create it or correct model."
 
 
 def _unknown(config: Config, model: ModelFacts | None, workers: Sequence[PlannedWorker]) -> str:

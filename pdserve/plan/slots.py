@@ -152,11 +152,13 @@ def _place_on_host(
 
 
 def frontend_slots(config: Config, selection: Selection) -> tuple[Slot, ...]:
+    """Return the frontends. A single one may have any number, because an upgrade starts its successor beside it."""
     count = config.frontend.processes if config.frontend and not selection.node else 0
     workers = sum(1 for _ in _all_workers(config))
+    numbers = range(count) if selection.index is None or not count else (selection.index,)
     return tuple(
         Slot(Role.FRONTEND, number, pages_port=selection.port(config.pages_port, number, workers + number))
-        for number in range(count)
+        for number in numbers
         if selection.has(Role.FRONTEND, number)
     )
 

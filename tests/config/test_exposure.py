@@ -10,7 +10,8 @@ from tests.config.test_load import GOOD, problems, read
 
 MAKE = f"make credentials (`{pdserve_command('credentials FOLDER')}`) and set Security.credentials"
 ALLOW = "or accept it with Security.allow"
-PLAIN = f"{MAKE}, {ALLOW}: [plain-graph]."
+BOTH = "(PDSERVE_ALLOW=no-keys,plain-http)"
+PLAIN = f"{MAKE}, {ALLOW}: [plain-graph] (PDSERVE_ALLOW=plain-graph)."
 STREAMS = "other machines reach the workers' streams"
 OPEN = "on another machine, but the connection would not be encrypted"
 KEYS = "set Security.api-keys (or PDSERVE_API_KEYS)"
@@ -63,9 +64,17 @@ def test_a_server_with_tls_needs_credentials(tmp_path: Path, address: str, allow
 @pytest.mark.parametrize(
     ("security", "keys", "expected"),
     [
-        ("", "", f"no keys and no TLS: {KEYS} and {TLS}, {ALLOW}: [no-keys, plain-http]."),
-        ("", "key", f"no TLS: set {TLS}, {ALLOW}: [plain-http]."),
-        ("tls-certificate: a, tls-key: b", "", f"no keys: {KEYS}, {ALLOW}: [no-keys]."),
+        (
+            "",
+            "",
+            f"no keys and no TLS: {KEYS} and {TLS}, {ALLOW}: [no-keys, plain-http] {BOTH}.",
+        ),
+        ("", "key", f"no TLS: set {TLS}, {ALLOW}: [plain-http] (PDSERVE_ALLOW=plain-http)."),
+        (
+            "tls-certificate: a, tls-key: b",
+            "",
+            f"no keys: {KEYS}, {ALLOW}: [no-keys] (PDSERVE_ALLOW=no-keys).",
+        ),
         ("tls-certificate: a, tls-key: b, api-keys: c", "", ""),
         ("allow: [plain-http]", "key", ""),
         ("allow: [plain-http, no-keys]", "", ""),

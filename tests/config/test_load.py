@@ -214,7 +214,12 @@ ENVIRONMENT = {
     "PDSERVE_PAGES_PORT": "7300",
     "PDSERVE_FRONTEND_HOST": "127.0.0.2",
     "PDSERVE_FRONTEND_PORT": "8443",
+    "PDSERVE_BATCHES": "/b",
+    "PDSERVE_KV_OFFLOAD_FOLDER": "kv",
     "PDSERVE_CREDENTIALS": "~/secrets",
+    "PDSERVE_TLS_CERTIFICATE": "/c.pem",
+    "PDSERVE_TLS_KEY": "key.pem",
+    "PDSERVE_ALLOW": "no-keys, plain-http",
 }
 
 
@@ -225,9 +230,13 @@ def test_the_environment_wins(tmp_path: Path) -> None:
     assert (config.stream_port, config.pages_port) == (7200, 7300)
     assert config.frontend is not None
     assert (config.frontend.host, config.frontend.port) == ("127.0.0.2", 8443)
-    assert config.security.credentials == Path.home() / "secrets"
+    assert config.frontend.batches == Path("/b")
+    assert [each.kv_offload_folder for each in workers(config)] == [Path.cwd() / "kv"] * 2
+    security = config.security
+    assert (security.credentials, security.allow) == (Path.home() / "secrets", ("no-keys", "plain-http"))
+    assert (security.tls_certificate, security.tls_key) == (Path("/c.pem"), Path.cwd() / "key.pem")
     assert "PDSERVE_NATS (Graph.nats)" in config.from_environment
-    assert len(config.from_environment) == len(ENVIRONMENT)
+    assert len(config.from_environment) == len(ENVIRONMENT) + 1  # the folder is a key of two sections
     without = read(tmp_path, GOOD, dict.fromkeys(ENVIRONMENT, ""))
     assert (without.nats, without.etcd, without.frontend) == (None, None, FrontendConfig())
 
@@ -245,6 +254,8 @@ def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
     assert named == {f"Environment variable {name} is {shown}" for name, (_, shown) in wrong.items()}
     (exposed,) = problems(tmp_path, GOOD, {"PDSERVE_ETCD": "h:2"})
     assert exposed.startswith("Environment variable PDSERVE_ETCD is h, on another machine")
+    (unknown,) = problems(tmp_path, GOOD, {"PDSERVE_ALLOW": "all"})
+    assert unknown.startswith("Environment variable PDSERVE_ALLOW is ['all'], but must be a list of no-keys")
 
 
 def test_kubernetes_service_variables_are_ignored(tmp_path: Path) -> None:

@@ -94,6 +94,24 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         install(file / "env", [step(tmp_path / "a-1-py3-none-any.whl")], "gpu")
 
 
+def test_a_running_version_keeps_its_files_when_an_upgrade_moves_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the engine, and of pdserve: both are looked up by the version's own folder."""
+    (link := tmp_path / "current").symlink_to("1")
+    for version in ("1", "2"):
+        (tmp_path / version / "lib/pdserve/cli/setup").mkdir(parents=True)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("PDSERVE_ENGINE", str(link / "engine"))
+    monkeypatch.setattr("pdserve.cli.setup.install.__file__", str(link / "lib/pdserve/cli/setup/install.py"))
+    engine, code = engine_venv.engine_folder("cpu"), code_folder()
+    link.unlink()
+    link.symlink_to("2")
+    assert engine == tmp_path / "1/engine"
+    assert (code / "pdserve").resolve() == tmp_path / "1/lib/pdserve"
+    assert (code_folder() / "pdserve").resolve() == tmp_path / "2/lib/pdserve"
+
+
 def test_pip_settings_apply_in_an_environment_without_pip(tmp_path: Path) -> None:
     """uv's own settings override them."""
     index = "https://u:it's@index/simple"

@@ -1,11 +1,13 @@
 """Detected machines, and imagined ones of `--gpus`."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pynvml
 import pytest
 
+from pdserve.plan import machine as module
 from pdserve.plan.machine import GIB, MIB, Gpu, Machine, visible, what_if
 from pdserve.util.errors import ConfigError
 from tests.plan.models import machine
@@ -77,3 +79,20 @@ def test_memory_reserved_by_the_driver_is_not_counted(
     assert found.gpus == (Gpu(0, "NVIDIA A10", expected * MIB, "GPU-1"),)
     assert found.shared is None or found.shared > 0
     assert Machine.detect({"CUDA_VISIBLE_DEVICES": ""}).gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("marker", "hardware", "expected"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+    ids=["docker run", "docker run --network host", "no container"],
+)
+def test_a_network_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marker: bool, hardware: bool, expected: bool
+) -> None:
+    (tmp_path / "net/eth0").mkdir(parents=True)
+    if hardware:
+        (tmp_path / "net/eth0/device").symlink_to("/sys")
+    (tmp_path / ".dockerenv").touch() if marker else None
+    monkeypatch.setattr(module, "_CONTAINER", (tmp_path / ".dockerenv", tmp_path / ".containerenv"))
+    monkeypatch.setattr(module, "_NETWORK", tmp_path / "net")
+    assert Machine.detect({}).own_network is expected

@@ -3,8 +3,10 @@
 import dataclasses
 import io
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from rich.console import Console
@@ -512,6 +514,68 @@ def test_idle_gpus_are_named(tmp_path: Path) -> None:
 
 
 NO_ENGINE = dataclasses.replace(machine(), build="")
+
+
+def test_a_frontend_that_runs_alone_may_have_any_number(tmp_path: Path) -> None:
+    """So that an upgrade starts its successor beside it. A worker needs its part of the machine."""
+    text = "Graph: {pages-port: 9100}\n" + LOCAL
+    (found,) = plan(tmp_path, text, machine(), {Role.FRONTEND}, 7).slots
+    assert (found.name, found.pages_port) == ("frontend-7", 9107)
+    assert plan(tmp_path, text, machine(), {Role.PREFILL}, 7).slots == ()
+    without = text.replace("Frontend: {port: 8000, ServiceArgs: {workers: 2}}\n", "")
+    assert plan(tmp_path, without, machine(), {Role.FRONTEND}, 0).slots == ()
+
+
+def test_in_a_container_an_api_on_loopback_is_named(tmp_path: Path) -> None:
+    inside = dataclasses.replace(machine(), own_network=True)
+    note = "listens on 127.0.0.1 inside this container"
+    assert any(note in each for each in plan(tmp_path, LOCAL, inside).notes)
+    assert any(note in each for each in plan(tmp_path, LOCAL, inside, {Role.FRONTEND}, 0).notes)
+    public = (
+        LOCAL.replace("port: 8000", "port: 8000, host: 0.0.0.0")
+        + "Security: {allow: [no-keys, plain-http]}\n"
+    )
+    for text, on, roles in ((public, inside, None), (LOCAL, machine(), None), (LOCAL, inside, {Role.DECODE})):
+        assert not any("container" in each for each in plan(tmp_path, text, on, roles).notes)
+
+
+@pytest.mark.parametrize(
+    ("on", "says"),
+    [(CPU, True), (dataclasses.replace(CPU, imagined=True), False)],
+    ids=["this machine", "another"],
+)
+def test_a_folder_for_batches_that_cannot_be_written_is_named(
+    tmp_path: Path, on: Machine, says: bool
+) -> None:
+    text = LOCAL.replace("port: 8000", "port: 8000, batches: /dev/null/batches")
+    problems = plan(tmp_path, text, on).problems
+    assert any(each.startswith("Frontend.batches: /dev/null/batches cannot") for each in problems) is says
+    assert plan(tmp_path, text, on, {Role.PREFILL}).problems == ()
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[Path]:
+    """A folder of another user than root, who may enter every folder, and the test runs as that user."""
+    root = os.geteuid() == 0
+    with TemporaryDirectory() as folder:
+        os.chown(folder, 65534 if root else -1, -1)
+        os.seteuid(65534 if root else os.geteuid())
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(0 if root else os.geteuid())
+
+
+def test_a_model_below_a_folder_that_this_user_may_not_enter(as_nobody: Path) -> None:
+    """As /home under systemd's ProtectHome."""
+    (home := as_nobody / "home").mkdir()
+    text = LOCAL.replace("demo", f"{home}/ann/model")
+    (problem,) = plan(as_nobody, text, machine()).problems
+    assert problem.endswith("not found: create it or correct model.")
+    home.chmod(0)
+    (problem,) = plan(as_nobody, text, machine()).problems
+    assert f"is not readable: this user may not enter {home} (systemd's ProtectHome?" in problem
+    home.chmod(0o700)
 
 
 def test_without_vllm_nothing_can_be_served(tmp_path: Path) -> None:

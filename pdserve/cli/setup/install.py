@@ -75,7 +75,7 @@ def _run_in(folder: Path) -> None:
 
 def code_folder() -> Path:
     """Make a folder with links to this installation's pdserve, without the packages installed beside it."""
-    beside = Path(__file__).parents[3]
+    beside = Path(__file__).resolve().parents[3]
     folder = engine_venv.data_folder() / f"code-{engine_venv.digest(str(beside).encode())[:12]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def resolve_model(model: str, beside: Path) -> str:
 
         return str(MODEL_DIR)
     folder = beside / expand_home(Path(model))
-    if folder.is_dir() or model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
+    if os.path.isdir(folder) or model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
         return str(folder.resolve())
     if _HUB_ID.fullmatch(model):
         return model
@@ -64,7 +64,7 @@ def expand_home(path: Path) -> Path:
 def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder of a model, given by absolute path, or by hub id from the Hugging Face cache; else None."""
     if model.startswith("/"):
-        return Path(model) if Path(model).is_dir() else None
+        return Path(model) if os.path.isdir(model) else None
     home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     cache = Path(env.get("HF_HUB_CACHE") or home / "hub").expanduser()
     models = cache / f"models--{model.replace('/', '--')}"
