@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pdserve_bench.hosts.pods import Object, template
 
 from tests.deploy.compose import FOLDER, installed
 
 CHART = FOLDER / "helm/pdserve"
 TOOLS = Path(sys.prefix) / "tools/kubernetes"
 CONFIGS = FOLDER.parent / "configs"
-Object = dict[str, Any]
 SECRETS = {"credentials": {"existingSecret": "graph-certificates"}, "apiKeys": {"existingSecret": "keys"}}
 """Values of every rendering that does not set its own."""
 OPEN = "\nSecurity: {allow: [plain-http]}\n"
@@ -135,13 +135,6 @@ class Rendering(list[Object]):
     def roles(self) -> dict[str, Container]:
         """Return the containers of pdserve, by role."""
         return {each.name: each for each in self.containers() if each.owner["kind"] in _OF_ROLES}
-
-
-def template(owner: Object) -> Object:
-    """Return the owner's pod template."""
-    spec: Object = owner["spec"]
-    found: Object = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["workerTemplate"]
-    return found
 
 
 def helm(command: str, values: Mapping[str, Any], *flags: str) -> "subprocess.CompletedProcess[str]":

@@ -1,28 +1,17 @@
-"""The rendered pods run with simulated engines. Each pod is a host made of Linux namespaces, with the rendering's
-mounts, user and read-only root. It gets ready by its probes and ends by preStop and SIGTERM within its grace period.
-Names are in /etc/hosts. Kubernetes' admission, scheduling and devices are left out. (Processes replaced under load:
-`tests/wire/test_rolling.py`; lost hosts: chaos.)"""
+"""The rendered pods run with simulated engines in the benches' small kubelet. (Processes replaced under load:
+`tests/wire/test_rolling.py`; lost hosts: chaos; a long time: `python -m pdserve_bench.soak --form pods`.)"""
 
 import asyncio
 import os
-import shlex
-import sys
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGTERM
-from typing import Any
 
 import httpx
 import pytest
-from pdserve_bench.hosts.network import Host, HostProcess, Network
+from pdserve_bench.hosts.pods import Object, Pod, pods_of, write_names
 
-from pdserve.demo import MODEL_DIR
 from pdserve.security.credentials import Credentials
-from pdserve.supervisor.servers.embedded import etcd_binary, nats_binary
 from tests.conditions import until
-from tests.deploy.helm import Object, Rendering, render, template
+from tests.deploy.helm import render
 from tests.deploy.prometheus import scraping
 from tests.deploy.test_outages import DECODE, ETCD, NATS, PREFILL, Watched
 from tests.network import hosts
@@ -40,15 +29,6 @@ PrefillWorker: {engine: sim, common-configs: [model, block-size, max-model-len]}
 Security: {allow: [plain-http]}
 Graph: {drain-timeout: 20}
 """
-PROGRAMS = {
-    "/usr/local/bin/etcd": [str(etcd_binary())],
-    "/usr/local/bin/etcdctl": [str(etcd_binary().with_name("etcdctl"))],
-    "pdserve": [sys.executable, "-m", "pdserve"],
-    "nats": [str(nats_binary())],
-}
-"""programs of images, by command or name of the image"""
-CLAIMS = {"models": MODEL_DIR.parent}
-"""persistent volume claim -> folder of this machine"""
 CLUSTER: Object = {
     "config": YAML.replace("model: demo,", "model: /models/model,"),
     "fullnameOverride": "pdserve",
@@ -64,8 +44,6 @@ CLUSTER: Object = {
     },
 }
 """Values that users set for their own cluster."""
-_ELSEWHERE = {"/data": "/srv"}
-"""folder of an image -> folder of this machine"""
 ROLES = ("frontend", "decode", "prefill")
 OUTAGES = (
     ("nats", "NATS does not answer", (NATS,)),
@@ -78,139 +56,6 @@ OUTAGES = (
     ),
 )
 """pod that is cut off, problem in `/health`, alerts"""
-_MACHINE = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-_MOUNTS = """
-set -e
-for folder in /etc /var/lib /root; do
-    mkdir -p /tmp/.pod$folder/up /tmp/.pod$folder/work
-    mount -t overlay -o lowerdir=$folder,upperdir=/tmp/.pod$folder/up,workdir=/tmp/.pod$folder/work overlay $folder
-done
-chmod 755 /root
-chmod 1777 /tmp
-mount --bind {names} /etc/hosts
-mount --bind /dev/null /etc/resolv.conf  # the name server cannot be reached, and look-ups would wait
-{volumes}
-mount -o remount,ro,bind /
-"""
-
-
-@dataclass(eq=False)
-class Pod:
-    owner: Object
-    host: Host
-    files: Mapping[str, Mapping[str, str]]
-    """ConfigMap or Secret -> file -> text"""
-    process: HostProcess | None = None
-
-    @property
-    def template(self) -> Object:
-        return template(self.owner)
-
-    @property
-    def spec(self) -> Object:
-        """The spec of its container."""
-        (container,) = self.template["spec"]["containers"]
-        return dict(container)
-
-    @property
-    def log(self) -> Path:
-        return self.host.folder / "log"
-
-    def port(self, name: str) -> int:
-        return int(next(port["containerPort"] for port in self.spec["ports"] if port["name"] == name))
-
-    async def start(self, names: Path) -> None:
-        mounts = self.host.start(["sh", "-c", self._mounts(names)], self.log)
-        assert await mounts.ended(30) == 0, self.log.read_text()
-        self.process = self.host.start(self._command(), self.log)
-
-    async def well(self, kind: str) -> bool:
-        """Whether the probe succeeds. Fail the test if the process has ended."""
-        assert self.process
-        assert self.process.poll() is None, self.log.read_text()[-3000:]
-        probe = self.spec[kind]
-        if "exec" in probe:
-            return await self._exec(probe["exec"]["command"]) == 0
-        with suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(trust_env=False, timeout=2) as client:
-                url = f"http://{self.host.address}:{self.port(probe['httpGet']['port'])}"
-                return (await client.get(url + probe["httpGet"]["path"])).is_success
-        return False
-
-    async def end(self) -> int | None:
-        """End the pod; return its exit code, or None after the grace period."""
-        assert self.process
-        if hook := self.spec.get("lifecycle", {}).get("preStop"):
-            await self._exec(hook["exec"]["command"])
-        self.process.signal(SIGTERM)
-        return await self.process.ended(self.template["spec"]["terminationGracePeriodSeconds"])
-
-    async def _exec(self, command: list[str]) -> int | None:
-        words = [*PROGRAMS.get(command[0], [command[0]]), *command[1:]]
-        return await self.host.start(words, self.log).ended(30)
-
-    def _command(self) -> list[str]:
-        spec, user = self.spec, self.template["spec"]["securityContext"]
-        words = spec.get("command") or [spec["image"].partition(":")[0]]
-        env = {name: os.environ[name] for name in _MACHINE if name in os.environ}
-        env["HOME"] = "/var/lib/pdserve"
-        for each in spec["env"]:
-            of_pod = {"status.podIP": self.host.address, "metadata.name": self.host.name}
-            env[each["name"]] = each.get("value") or of_pod[each["valueFrom"]["fieldRef"]["fieldPath"]]
-        rights = ["--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
-        program = [*PROGRAMS[words[0]], *words[1:], *spec["args"]]
-        for image, here in _ELSEWHERE.items():
-            program = [word.replace(f"={image}", f"={here}") for word in program]
-        return [
-            *("setpriv", f"--reuid={user['runAsUser']}", f"--regid={user['runAsGroup']}", *rights),
-            *("env", "-i", *(f"{name}={value}" for name, value in env.items())),
-            *(word.replace("$(POD_NAME)", self.host.name) for word in program),
-        ]
-
-    def _mounts(self, names: Path) -> str:
-        """The script that mounts the volumes."""
-        volumes = {volume["name"]: volume for volume in self.template["spec"]["volumes"]}
-        lines = []
-        for mount in self.spec["volumeMounts"]:
-            target, volume = mount["mountPath"], volumes[mount["name"]]
-            target = _ELSEWHERE.get(target, target)
-            if target == "/tmp":
-                continue  # the host's own, which contains this machine's folders
-            lines.append(f"mkdir -p {target}")
-            if "emptyDir" in volume:
-                lines.append(f"mount -t tmpfs -o mode=1777 tmpfs {target}")
-            else:
-                claim = volume.get("persistentVolumeClaim")
-                folder = CLAIMS[claim["claimName"]] if claim else self._files(volume)
-                source = shlex.quote(str(folder))
-                lines.append(f"mount --bind {source} {target}; mount -o remount,ro,bind {target}")
-        return _MOUNTS.format(names=shlex.quote(str(names)), volumes="\n".join(lines))
-
-    def _files(self, volume: Object) -> Path:
-        """Write files of a ConfigMap or Secret, owned by root and the pod's group."""
-        folder: Path = self.host.folder / volume["name"]
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o755)
-        secret: Any = volume.get("secret")
-        for name, text in self.files[secret["secretName"] if secret else volume["configMap"]["name"]].items():
-            (file := folder / name).write_text(text)
-            file.chmod(secret["defaultMode"] if secret else 0o644)
-            os.chown(file, 0, self.template["spec"]["securityContext"]["fsGroup"])
-        return folder
-
-
-def pods_of(rendering: Rendering, net: Network, secrets: Mapping[str, Mapping[str, str]]) -> list[Pod]:
-    """Return one pod of each owner."""
-    files = {**secrets, **{name: each["data"] for name, each in rendering.of("ConfigMap").items()}}
-    owners = [each for each in rendering.owners() if each["kind"] != "Job"]
-    return [Pod(each, net.host(f"{each['metadata']['name']}-0"), files) for each in owners]
-
-
-def written_names(folder: Path, pods: list[Pod]) -> Path:
-    named = [pod for pod in pods if pod.owner["kind"] == "StatefulSet"]
-    lines = [f"{pod.host.address} {pod.host.name}.{pod.owner['spec']['serviceName']}\n" for pod in named]
-    (found := folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-    return found
 
 
 @pytest.mark.timeout(600)
@@ -220,7 +65,7 @@ def test_the_pods_get_ready_answer_and_end_well(
 ) -> None:
     with hosts(tmp_path) as net:
         pods = pods_of(render(values), net, _secrets(credentials))
-        names = written_names(tmp_path, pods)
+        names = write_names(tmp_path, pods)
 
         async def ready(kind: str) -> bool:
             return all(await asyncio.gather(*(pod.well(kind) for pod in pods)))
@@ -244,7 +89,7 @@ def test_outages_have_their_alerts(tmp_path: Path, credentials: Credentials) -> 
     """Prometheus scrapes each pod at its annotated port. Like `test_outages.py`, but with cut links."""
     with hosts(tmp_path) as net:
         pods = pods_of(render({"config": YAML}), net, _secrets(credentials))
-        names = written_names(tmp_path, pods)
+        names = write_names(tmp_path, pods)
         by_role = {pod.host.name.split("-")[1]: pod for pod in pods}
 
         async def story(graph: Watched) -> None:
