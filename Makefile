@@ -1,6 +1,6 @@
 # One command per task. PLATFORM=cpu|gpu chooses the build, PYTHON=python3.12 the interpreter.
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve chaos fuzz bench docs test lint format lock release clean
+.PHONY: help install dev serve chaos fuzz soak bench docs test lint format lock release clean
 SHELL := /bin/bash
 # Many containers set it: else each of hundreds of processes that tests start compiles what it imports of this checkout.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,6 +13,7 @@ RIGHT := 'import sys; 11 <= sys.version_info.minor <= 13 or sys.exit("pdserve: P
 TESTS ?= tests
 RESULTS ?= bench-results
 REQUESTS ?= 2000
+FORM ?= serve
 # Most tests wait, for timeouts and for processes to start: they run beside those with real engines (tests/conftest.py).
 PARALLEL ?= -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5
 
@@ -24,6 +25,7 @@ help:  ## show this list
 	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
 	@echo "         COMPARE='--minutes 30' (bench: more options)"
 	@echo "         REQUESTS=2000 FUZZ=--real (fuzz: requests, more options)"
+	@echo "         FORM=serve|roles|pods SOAK='--trace FILE' (soak: more options)"
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
 install:  ## install everything to serve into .venv, for this machine's GPU or CPU
@@ -41,6 +43,9 @@ chaos: install  ## inject every fault into the graph of CONFIG under load, print
 
 fuzz: dev  ## send requests of every shape to a graph of simulated engines (FUZZ=--real: real ones)
 	@$(BIN)/python -m pdserve_bench.fuzz --requests $(REQUESTS) $(FUZZ)
+
+soak: dev  ## run FORM=serve, roles or pods for twenty minutes with restarts; does anything grow? (SOAK=--minutes 120)
+	@$(BIN)/python -m pdserve_bench.soak --form $(FORM) $(SOAK)
 
 bench: install  ## measure the best single engine against the graph of CONFIG, into RESULTS (some 10 minutes)
 	@mkdir -p $(RESULTS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from pdserve_bench.hosts.pods import Object, template
 from referencing import Registry, Resource
 
 from pdserve.config.env_overrides import VARIABLES
@@ -23,14 +24,12 @@ from tests.deploy.helm import (
     OPEN,
     SECRETS,
     TOOLS,
-    Object,
     Rendering,
     combination,
     graph_yaml,
     helm,
     refusal,
     render,
-    template,
 )
 
 EACH = pytest.mark.parametrize("name", COMBINATIONS)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.fuzz import attack, schema
 from pdserve_bench.fuzz.corpus import hostile_requests, streamed, unfinished
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzReport
@@ -87,7 +88,7 @@ async def test_a_graph_leaks_nothing_after_requests_that_ended_in_every_way(grap
 )
 async def test_a_wrong_answer_is_a_surprise(ending: Ending, seed: int, answer: bytes) -> None:
     async with tiny_server(fixed(answer)) as server:
-        load = MixedLoad(server.url, "tiny", (8, 20), seed)
+        load = MixedLoad(lambda: Endpoint(server.url, "tiny"), (8, 20), seed)
         await load._request(ending)
     assert not load.done
     assert len(load.surprises) == 1

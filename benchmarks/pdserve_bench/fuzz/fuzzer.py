@@ -27,7 +27,7 @@ from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.fuzz.responses import is_excused, problem, twin_problem
 from pdserve_bench.graphs.watch import GraphWatch
 from pdserve_bench.measure.load import side_by_side
-from pdserve_bench.soak.usage import UsageSnapshot, leaks, measure_usage
+from pdserve_bench.soak.usage import UsageSnapshot, leaks, measure_usage, parts_of_serve
 
 CONCURRENCY = 32
 TIMEOUT = 60.0
@@ -134,7 +134,7 @@ class Fuzzer:
         async with GraphWatch() as watch:
             await watch.move(self.graph)
             before = await watch.learn()
-            held = await measure_usage(self.graph.pid, before, {})
+            held = await measure_usage(parts_of_serve(self.graph.pid, before, {}), {})
             load = await self._canary()
             frontends = [
                 psutil.Process(instance.pid) for instance in before if instance.role is Role.FRONTEND
@@ -242,7 +242,8 @@ class Fuzzer:
             elif there_load := (await http.get(f"{self.graph.url}/load")).json()["server_load"]:
                 self._found(f"/load: {there_load}")
         await self._burst(sum(worker.max_num_seqs for worker in after if worker.role.includes(Role.DECODE)))
-        for growth in leaks(before, await measure_usage(self.graph.pid, await watch.instances(), {}), GROWTH):
+        parts = parts_of_serve(self.graph.pid, await watch.instances(), {})
+        for growth in leaks(before, await measure_usage(parts, {}), GROWTH):
             self._found(growth)
 
     async def _burst(self, places: int) -> None:

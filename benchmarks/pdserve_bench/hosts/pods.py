@@ -65,6 +65,11 @@ class Pod:
     process: HostProcess | None = None
 
     @property
+    def is_role(self) -> bool:
+        """Whether it is of pdserve, not NATS or etcd."""
+        return bool(self.owner["kind"] != "StatefulSet")
+
+    @property
     def template(self) -> Object:
         return template(self.owner)
 

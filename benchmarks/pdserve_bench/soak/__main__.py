@@ -2,6 +2,7 @@
 
     python -m pdserve_bench.soak [--real] [--warm-up 2000] [--requests 4000] [--seed 1]
     python -m pdserve_bench.soak --workers 2,16,64 [--requests 1000] [--rate 10]
+    python -m pdserve_bench.soak --form serve|roles|pods [--minutes 20] [--trace FILE] [--speed 1] [--shrink 16]
 
 Starts a graph (simulated engines, or with --real that of configs/local.yaml), sends a warm-up and measures each
 process: KV blocks, sockets, files, asyncio tasks, threads, memory, and the data in NATS and etcd. After the requests,
@@ -9,6 +10,10 @@ the graph has 60 s to return to these values. Exit code 1 if something grew beyo
 request got an unexpected response.
 
 With --workers, measure instead what a request costs in graphs of so many simulated workers (`cost.py`).
+
+With --form, soak a graph of that form of launch for some minutes (`rounds.py`): the requests of a trace at its own
+times, beside them a few that end badly, and every 20 s a restart of a part. Exit code 1 if a request failed, or the
+idle graph grew beyond the margins from the first to the last third of its measurements.
 """
 
 import argparse
@@ -18,6 +23,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,17 +31,26 @@ from pathlib import Path
 from pdserve.observe.tables import show, table
 from pdserve.registry import connect
 from pdserve.supervisor.state import GraphRecord
+from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.graphs.launch import REAL, started
-from pdserve_bench.graphs.simulated import simulated, write
+from pdserve_bench.graphs.simulated import write
 from pdserve_bench.graphs.watch import GraphWatch
+from pdserve_bench.measure.trace import read_trace
 from pdserve_bench.options import program
 from pdserve_bench.soak.cost import measure_costs, show_costs, sizes_of
+from pdserve_bench.soak.forms import FORMS, SIMULATED
 from pdserve_bench.soak.requests import MixedLoad
-from pdserve_bench.soak.usage import MARGINS, UsageSnapshot, leaks, measure_usage, nats_keeps
-
-SIMULATED = simulated(
-    {"step-seconds": 0.005, "prefill-rate": 20000}, common={"num-gpu-blocks-override": 1024}
+from pdserve_bench.soak.rounds import soak_rounds
+from pdserve_bench.soak.usage import (
+    MARGINS,
+    UsageSnapshot,
+    early_and_late,
+    leaks,
+    measure_usage,
+    nats_keeps,
+    parts_of_serve,
 )
+
 LENGTHS = {"sim": (8, 1200), "real": (8, 400)}
 """Prompt lengths in tokens, below and above the threshold for remote prefill."""
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -67,11 +82,12 @@ async def soak(
 
         async def look() -> UsageSnapshot:
             stored = {"nats": await nats_keeps(graph), "etcd": len(await registry.read(""))}
-            return await measure_usage(graph.pid, await watch.instances(), stored)
+            parts = parts_of_serve(graph.pid, await watch.instances(), dict.fromkeys(stored))
+            return await measure_usage(parts, stored)
 
         async def ask(count: int, seed: int) -> tuple[MixedLoad, float]:
             """Return the load, and when its last request ended."""
-            load = MixedLoad(graph.url, graph.model, lengths, seed)
+            load = MixedLoad(lambda: Endpoint(graph.url, graph.model), lengths, seed)
             await load.run(count)
             ended = time.monotonic()
             await watch.leftovers(LEASE)
@@ -101,6 +117,30 @@ async def _main(args: argparse.Namespace, folder: Path) -> SoakReport:
         return await soak(running.graph, args.warm_up, args.requests or 4000, lengths, args.seed)
 
 
+def _show(before: UsageSnapshot, after: UsageSnapshot, done: Counter[str]) -> None:
+    held = table("process", *MARGINS)
+    for name in sorted(before):
+        usage, now = before[name], after.get(name)
+        held.add_row(name, *(_cell(getattr(usage, what), getattr(now, what, None)) for what in MARGINS))
+    show(held)
+    print("\n".join(f"{count:6} {what}" for what, count in sorted(done.items())))
+
+
+def _soak(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Run and show a soak; return its problems."""
+    if args.form:
+        trace = read_trace(args.trace).shrunk(args.shrink) if args.trace else None
+        rounds = asyncio.run(soak_rounds(args.form, args.minutes, trace, args.speed, args.seed, folder))
+        if rounds.samples:
+            _show(*early_and_late(rounds.samples), rounds.done)
+        return rounds.problems
+    report = asyncio.run(_main(args, folder))
+    _show(report.before, report.after, report.load.done)
+    if not report.problems:
+        print(f"back to the earlier values after {report.seconds:.1f} s")
+    return report.problems
+
+
 def main() -> int:
     parser = program(__doc__)
     parser.add_argument("--real", action="store_true")
@@ -108,30 +148,25 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second, with --workers")
     parser.add_argument("--requests", type=int, help="default: 4000; 1000 with --workers")
     parser.add_argument("--warm-up", type=int, default=2000)
+    parser.add_argument("--form", choices=list(FORMS))
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="default: random requests")
+    parser.add_argument("--speed", type=float, default=1.0, help="as many times as fast as recorded")
+    parser.add_argument("--shrink", type=int, default=16, help="divide the lengths of the trace by this")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    if args.workers:
-        with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
+        if args.workers:
             say = partial(print, file=sys.stderr)
             requests = args.requests or 1000
             show_costs(asyncio.run(measure_costs(args.workers, requests, args.rate, Path(folder), say)))
-        return 0
-    for name, value in ALLOCATOR.items():
-        os.environ.setdefault(name, value)
-    with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
-        report = asyncio.run(_main(args, Path(folder)))
-    held = table("process", *MARGINS)
-    for name, before in report.before.items():
-        after = report.after.get(name)
-        held.add_row(name, *(_cell(getattr(before, what), getattr(after, what, None)) for what in MARGINS))
-    show(held)
-    print("\n".join(f"{count:6} {what}" for what, count in sorted(report.load.done.items())))
-    print(
-        "\n".join(report.problems[:40])
-        or f"no leaks; back to the earlier values after {report.seconds:.1f} s"
-    )
-    return 1 if report.problems else 0
+            return 0
+        for name, value in ALLOCATOR.items():
+            os.environ.setdefault(name, value)
+        problems = _soak(args, Path(folder))
+    print("\n".join(problems[:40]) or "no leaks, and no request failed")
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

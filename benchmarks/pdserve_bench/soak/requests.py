@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from pdserve_bench.client import Exchange, HttpConnection
@@ -37,11 +37,12 @@ class Unexpected(Exception):
 class MixedLoad:
     """Sends requests, `CONCURRENCY` at a time, in a sequence that the seed determines."""
 
-    def __init__(self, url: str, model: str, lengths: tuple[int, int], seed: int) -> None:
+    def __init__(self, pick: Callable[[], Endpoint], lengths: tuple[int, int], seed: int) -> None:
+        """`pick` chooses the frontend of each request."""
         self.done: Counter[str] = Counter()
         """Counts by ending and, if any, status."""
         self.surprises: list[str] = []
-        self._url, self._model = url, model
+        self._pick = pick
         self._lengths = lengths
         self._dice = random.Random(seed)
 
@@ -64,20 +65,20 @@ class MixedLoad:
 
     async def _whole(self) -> int:
         exchange = Exchange({**self._body(stream=self._dice.random() < 0.7), "return_token_ids": True})
-        await Endpoint(self._url, self._model).ask(exchange, TIMEOUT)
+        await self._pick().ask(exchange, TIMEOUT)
         if exchange.error:
             raise Unexpected(exchange.error)
         return exchange.status
 
     async def _early(self) -> int:
         """Disconnect in any phase: tokenizing, queued, prefilling, transfer."""
-        connection = await HttpConnection.open(self._url, self._body(stream=True))
+        connection = await self._open(self._body(stream=True))
         await asyncio.sleep(self._dice.choice((0.0, 0.005, 0.02, 0.05, 0.1)) * self._dice.random())
         connection.abort()
         return 0
 
     async def _midway(self) -> int:
-        connection = await HttpConnection.open(self._url, self._body(stream=True, max_tokens=200))
+        connection = await self._open(self._body(stream=True, max_tokens=200))
         try:
             if (status := await connection.status()) not in (200, 429, 503):
                 raise Unexpected(status, await connection.rest())
@@ -88,7 +89,7 @@ class MixedLoad:
         return status
 
     async def _unread(self) -> int:
-        connection = await HttpConnection.open(self._url, self._body(stream=True, max_tokens=200))
+        connection = await self._open(self._body(stream=True, max_tokens=200))
         await asyncio.sleep(self._dice.random())
         connection.abort()
         return 0
@@ -123,7 +124,7 @@ class MixedLoad:
     def _body(self, stream: bool, max_tokens: int = 0) -> dict[str, object]:
         dice = self._dice
         return {
-            "model": self._model,
+            "model": self._pick().model,
             "prompt": [dice.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(dice.randint(*self._lengths))],
             "max_tokens": max_tokens or dice.randint(MIN_OUTPUT, MAX_OUTPUT),
             "temperature": 0,
@@ -134,8 +135,14 @@ class MixedLoad:
     async def _ask(
         self, body: dict[str, object], headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        connection = await HttpConnection.open(self._url, body, headers=headers)
+        connection = await self._open(body, headers)
         try:
             return await connection.status(), await connection.rest(despite_reset=True)
         finally:
             connection.abort()
+
+    async def _open(
+        self, body: dict[str, object], headers: Mapping[str, str] | None = None
+    ) -> HttpConnection:
+        endpoint = self._pick()
+        return await HttpConnection.open(endpoint.url, body, headers={**endpoint.headers, **(headers or {})})

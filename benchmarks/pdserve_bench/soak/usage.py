@@ -1,9 +1,11 @@
 """Resource use of each process of a graph, and the growth that counts as a leak."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
 
 import httpx
 import psutil
@@ -13,9 +15,11 @@ from pdserve.queue.jetstream.client import short_connection
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.graphs.watch import held, read_loads, series
 
-MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
+MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0, "disk": 8}
 """Tolerated growth. Thread pools (asyncio, gRPC) fill on demand. Allocators keep freed memory, but a leak of 10 KB per
 request exceeds the MiB after thousands of requests. A metrics scrape or an etcd call may use a socket."""
+WAL_MIB = 128
+"""Tolerated MiB of etcd's data: its write-ahead log has files of 64 MiB, and the next one is allocated in advance."""
 ENGINE_MIB = 96
 """Tolerated MiB of a role's child process, because vLLM's engine core on a CPU grows for about 4,000 requests (small
 blocks, probably oneDNN's state for new shapes)."""
@@ -34,28 +38,68 @@ class Usage:
     threads: int | None = None
     MiB: int | None = None
     kept: int | None = None
-    """Data stored by a server: NATS messages and consumers, etcd keys."""
+    """What a server stores: NATS messages and consumers, etcd keys. Of a folder its files."""
+    disk: int | None = None
+    """MiB of files in the process's folder."""
 
 
 UsageSnapshot = Mapping[str, Usage]
 
 
-async def measure_usage(
-    supervisor: int, instances: list[Instance], stored: Mapping[str, int]
-) -> UsageSnapshot:
-    """Measure all processes of the graph. `stored` is the data in each server."""
-    found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
+@dataclass(frozen=True)
+class Part:
+    """A process of the graph that was started on its own."""
+
+    process: psutil.Process
+    instance: Instance | None = None
+    """Of a role."""
+    folder: Path | None = None
+    """Where it writes files."""
+
+
+def parts_of_serve(
+    supervisor: int, instances: Iterable[Instance], servers: Mapping[str, Path | None]
+) -> dict[str, Part]:
+    """Return the processes of a graph under `serve` by name, as `decode-0`. `servers`: embedded ones to include, and
+    their folders."""
+    found = {"serve": Part(psutil.Process(supervisor))}
     roles = {instance.pid: instance for instance in instances}
+    for child in psutil.Process(supervisor).children():
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if role := roles.get(child.pid):
+                found[role.id.rpartition("-")[0]] = Part(child, role)
+            elif (server := child.name().partition("-")[0]) in servers:
+                found[server] = Part(child, folder=servers[server])
+    return found
+
+
+async def measure_usage(
+    parts: Mapping[str, Part], stored: Mapping[str, int], folders: Mapping[str, Path] | None = None
+) -> UsageSnapshot:
+    """Measure these processes and other folders. `stored` is the data in each server."""
+    found: dict[str, Usage] = {}
+    instances = [part.instance for part in parts.values() if part.instance]
     blocks = held(instances, await read_loads(instances))
     async with httpx.AsyncClient(trust_env=False) as http:
-        for child in psutil.Process(supervisor).children():
-            if role := roles.get(child.pid):
-                name = role.id.rpartition("-")[0]
-                found[name] = _of(child, blocks=blocks.get(role.id, 0), tasks=await _tasks(http, role))
-                found |= {f"{name} {kind}": usage for kind, usage in _below(child)}
-            elif (server := child.name().partition("-")[0]) in stored:
-                found[server] = _of(child, kept=stored[server])
+        for name, part in parts.items():
+            more = {"kept": stored.get(name), "disk": _files_of(part.folder)[1] if part.folder else None}
+            if role := part.instance:
+                more |= {"blocks": blocks.get(role.id, 0), "tasks": await _tasks(http, role)}
+                found |= {f"{name} {kind}": usage for kind, usage in _below(part.process)}
+            found[name] = _of(part.process, **more)
+    for name, folder in (folders or {}).items():
+        count, size = _files_of(folder)
+        found[name] = Usage(kept=count, disk=size)
     return found
+
+
+def _files_of(folder: Path) -> tuple[int, int]:
+    """Return the number of all files below the folder, and their MiB."""
+    sizes = []
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # removed meanwhile
+            sizes.append(path.lstat().st_blocks * 512)
+    return len(sizes), sum(sizes) >> 20
 
 
 def _below(role: psutil.Process) -> Iterator[tuple[str, Usage]]:
@@ -94,12 +138,33 @@ async def nats_keeps(graph: GraphRecord) -> int:
         return sum(stream.state.messages + stream.state.consumer_count for stream in streams)
 
 
+def early_and_late(samples: Sequence[UsageSnapshot]) -> tuple[UsageSnapshot, UsageSnapshot]:
+    """Return the median usage of the first and of the last third of the samples, after a quarter for the warm-up. A
+    process must be in most samples of a third: one that restarts may be missing in some."""
+    warm = samples[len(samples) // 4 :]
+    count = max(1, len(warm) // 3)
+    return _median(warm[:count]), _median(warm[-count:])
+
+
+def _median(samples: Sequence[UsageSnapshot]) -> UsageSnapshot:
+    found = {}
+    for name in {name for sample in samples for name in sample}:
+        usages = [sample[name] for sample in samples if name in sample]
+        if 2 * len(usages) > len(samples):
+            columns = {what: [getattr(usage, what) for usage in usages] for what in MARGINS}
+            known = {what: [each for each in values if each is not None] for what, values in columns.items()}
+            found[name] = Usage(**{what: median_low(each) for what, each in known.items() if each})
+    return found
+
+
 def leaks(before: UsageSnapshot, after: UsageSnapshot, allowed: Mapping[str, int] = MARGINS) -> list[str]:
     """Return a sentence for each growth beyond its margin and for each missing process."""
     found = [f"{name} is gone" for name in before.keys() - after.keys()]
     found += [f"{name} is new" for name in after.keys() - before.keys()]
     for name in sorted(before.keys() & after.keys()):
-        margins = {**allowed, "MiB": max(ENGINE_MIB, allowed["MiB"])} if " child " in name else allowed
+        margins = {**allowed, "MiB": max(ENGINE_MIB, allowed["MiB"])} if " child " in name else dict(allowed)
+        if name == "etcd":
+            margins["disk"] = WAL_MIB
         for what, margin in margins.items():
             was, now = getattr(before[name], what), getattr(after[name], what)
             if what == "blocks" and was:
