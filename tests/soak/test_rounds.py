@@ -60,7 +60,9 @@ def test_what_a_warm_up_adds_and_a_single_peak_are_no_leaks() -> None:
 
 def test_data_that_servers_keep_and_lost_processes_are_seen() -> None:
     samples = series()
-    kept = [{**sample, "etcd": replace(ETCD, kept=11 + n)} for n, sample in enumerate(samples)]
+    kept: list[UsageSnapshot] = [
+        {**sample, "etcd": replace(ETCD, kept=11 + n)} for n, sample in enumerate(samples)
+    ]
     assert SoakRounds(kept).problems == ["etcd: kept 18 -> 28"]
     lost = [{"etcd": ETCD}] * 6
     assert SoakRounds([*samples[:-6], *lost]).problems == ["frontend-0 is gone"]
