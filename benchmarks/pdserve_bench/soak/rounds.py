@@ -40,7 +40,7 @@ SHOWN_ERRORS = 5
 
 
 @dataclass(frozen=True)
-class Frontends(Endpoint):
+class ServiceEndpoint(Endpoint):
     """Sends each request to the frontend that `pick` returns."""
 
     pick: Callable[[], Endpoint] = field(kw_only=True)
@@ -122,7 +122,7 @@ async def soak_rounds(
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(
-                        traffic.round(number).run(Frontends(**vars(endpoint), pick=graph.pick), run)
+                        traffic.round(number).run(ServiceEndpoint(**vars(endpoint), pick=graph.pick), run)
                     )
                     group.create_task(mixed.run(MIXED))
                     group.create_task(restart(graph, watch, name, how))
