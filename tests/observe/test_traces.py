@@ -25,9 +25,10 @@ ROUTE = "POST {route}"
 
 @cache
 def documented(heading: str) -> Mapping[str, str]:
-    """Return the table below this heading: first column -> the others."""
+    """Return the table below this heading: each name in the first column -> the other columns."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, re.M))
+    rows = re.findall(r"^\| (`.+?`) \| (.*) \|$", section, re.M)
+    return {name: rest for names, rest in rows for name in re.findall("`([^`]+)`", names)}
 
 
 def is_documented(span: Exported) -> bool:
