@@ -38,7 +38,8 @@ For what differs by host. These win over the file; `plan` shows which are set.
 |---|---|"""
 _BESIDE = """
 `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT` win over `Graph.otlp-endpoint`;
-`PDSERVE_API_KEYS` adds to the file's keys."""
+`PDSERVE_API_KEYS` adds to the file's keys; `PDSERVE_SIMULATED=1` [simulates all
+engines](deployment.md#without-gpus-and-weights)."""
 
 
 def _keys(section: str, kind: type) -> Iterator[str]:

@@ -17,6 +17,13 @@ LogFormat = Annotated[
     typer.Option(envvar="PDSERVE_LOG_FORMAT", help="json: one object per line, for machines"),
 ]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="also log vLLM's own INFO lines")]
+Simulated = Annotated[
+    bool,
+    typer.Option(
+        "--simulated",
+        help="simulate all engines: no GPU, no weights, meaningless tokens (also: PDSERVE_SIMULATED=1)",
+    ),
+]
 GraphFile = Annotated[
     Path | None,
     typer.Option(

@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 from pdserve.config.addresses import collector_url, traces_url
 from pdserve.config.api_keys import requires_key
 from pdserve.config.engine_args.arguments import arguments, shapes_response
-from pdserve.config.engine_args.installed import expand_home, resolve_model
+from pdserve.config.engine_args.installed import (
+    SIMULATED_VARIABLE,
+    expand_home,
+    find_folder,
+    is_simulated,
+    resolve_model,
+)
 from pdserve.config.engine_args.removed import is_vllm_config
 from pdserve.config.env_overrides import with_environment
 from pdserve.config.exposure import openings
@@ -54,6 +60,11 @@ from pdserve.util.program import pdserve_command
 
 W = TypeVar("W", bound=WorkerConfig)
 _SECTIONS = ("Common", *KINDS)
+_OF_THE_TOKENIZER = (
+    *("tokenizer", "tokenizer-mode", "tokenizer-revision", "revision", "config-format", "hf-config-path"),
+    *("hf-overrides", "chat-template", "tool-call-parser", "enable-auto-tool-choice", "reasoning-parser"),
+)
+"""vLLM arguments that frontends refuse with the tokenizer of another model."""
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
@@ -103,7 +114,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     for section, key, problem in openings(graph_values, frontend_config, security.values, needs_key):
         findings.problem(addresses[section][key], problem)
     findings.raise_if_any()
-    return Config(
+    config = Config(
         **vars(graph_values),
         path=path,
         model=resolve_model(model, path.parent),
@@ -116,6 +127,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         from_environment=from_environment,
         notes=tuple(findings.notes),
     )
+    return _simulated(config) if is_simulated(env) else config
 
 
 def _check_replicas(graph: SectionRead[GraphSection], findings: Findings) -> None:
@@ -282,6 +294,30 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
     _check_nodes(worker, args, findings)
     _check_gpus(worker, section.own, findings)
     return replace(worker, gpus=worker.ranks) if worker.gpus is None and worker.gpu_ids else worker
+
+
+def _simulated(config: Config) -> Config:
+    """Replace all engines, also if the model's files are not on this host. The file was checked for the real engine."""
+    is_absent = find_folder(config.model) is None
+    absent = f"{config.model} is not on this host: the demo model's tokenizer replaces its own."
+    return replace(
+        config,
+        model=resolve_model("demo", config.path.parent) if is_absent else config.model,
+        decode=_simulated_worker(config.decode, is_absent),
+        prefill=_simulated_worker(config.prefill, is_absent),
+        from_environment=(*config.from_environment, f"{SIMULATED_VARIABLE} (engine: sim)"),
+        notes=(*config.notes, *[absent] * is_absent),
+    )
+
+
+def _simulated_worker(worker: W | None, is_absent: bool) -> W | None:
+    """Leave out KV tiers, which a simulated engine does not have, and what fits only an absent model's tokenizer."""
+    if worker is None:
+        return None
+    args = {k: v for k, v in worker.engine_args.items() if not is_absent or k not in _OF_THE_TOKENIZER}
+    if is_absent and (longest := args.get("max-model-len")):  # perhaps longer than the demo model's
+        args["hf-overrides"] = {"max_position_embeddings": longest}
+    return replace(worker, engine="sim", kv_offload=0, kv_offload_disk=0, engine_args=args)
 
 
 def _check_nodes(worker: WorkerConfig, args: Arguments, findings: Findings) -> None:

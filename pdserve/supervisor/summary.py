@@ -40,6 +40,8 @@ def _facts(
     if config.frontend is not None:
         yield "URL", f"{config.url}/v1"
         yield "dashboard", f"{config.url}/dashboard"
+    if config.decode and config.decode.engine == "sim":
+        yield "engines", "simulated: their tokens have no meaning"
     for worker in instances:
         if worker.kv_blocks:
             where = f"GPU {','.join(map(str, worker.gpus))}" if worker.gpus else "CPU"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pdserve.config.engine_args.installed import SIMULATED_VARIABLE
 from pdserve.config.load import load
 from pdserve.config.lora_modules import adapter_capacity, static_adapters
 from pdserve.config.schema import (
@@ -256,6 +257,25 @@ def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
     assert exposed.startswith("Environment variable PDSERVE_ETCD is h, on another machine")
     (unknown,) = problems(tmp_path, GOOD, {"PDSERVE_ALLOW": "all"})
     assert unknown.startswith("Environment variable PDSERVE_ALLOW is ['all'], but must be a list of no-keys")
+
+
+def test_simulated_engines_replace_those_of_the_file(tmp_path: Path) -> None:
+    """Its checks stay. Without the model, what fits only the model's own tokenizer is left out."""
+    keys = "kv-offload: 4GiB\n  reasoning-parser: qwen3\n  max-model-len: 20000\n  tensor-parallel-size: 2"
+    text = f"VllmWorker:\n  model: nobody/absent\n  {keys}\n"
+    for env, kind in (({}, "vllm"), ({SIMULATED_VARIABLE: "0"}, "vllm"), ({SIMULATED_VARIABLE: "1"}, "sim")):
+        config = read(tmp_path, text, env)
+        assert config.decode is not None
+        assert config.decode.engine == kind
+        assert config.decode.kv_offload == (4 << 30) * (kind == "vllm")
+        assert ("reasoning-parser" in config.decode.engine_args) == (kind == "vllm")
+    assert config.model == str(MODEL_DIR)
+    assert config.decode is not None
+    assert config.decode.engine_args["hf-overrides"] == {"max_position_embeddings": 20000}
+    assert (config.served_model_name, config.decode.ranks) == ("absent", 2)
+    assert config.from_environment == (f"{SIMULATED_VARIABLE} (engine: sim)",)
+    assert "demo model's tokenizer" in " ".join(config.notes)
+    assert problems(tmp_path, text.replace("qwen3", "qwen9"), {SIMULATED_VARIABLE: "1"})
 
 
 def test_kubernetes_service_variables_are_ignored(tmp_path: Path) -> None:

@@ -173,6 +173,33 @@ def test_locks_and_extras_name_the_engine_that_pdserve_is_made_for(platform: str
     assert f'"{package}=={VLLM_VERSION}"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_the_simulated_lock_is_the_cpu_lock_without_what_only_engines_import() -> None:
+    left_out = (ROOT / "requirements/leave-out-simulated.txt").read_text().splitlines()[1:]
+    locked = (LOCKS / "cpu.txt").read_text().splitlines()
+    kept = [line for line in locked if line.split("==")[0] not in left_out]
+    assert (LOCKS / "simulated.txt").read_text().splitlines() == kept
+    assert len(kept) == len(locked) - len(left_out)
+
+
+def test_only_simulated_graphs_use_an_environment_without_a_working_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.delenv(engine_venv.ENGINE_VARIABLE, raising=False)
+
+    def installed(platform: str) -> Path:
+        folder = engine_venv.engine_folder(platform)
+        python_of(folder).parent.mkdir(parents=True)
+        python_of(folder).touch()
+        engine_venv._write_done(folder, [engine_venv.engine_step(platform).digest])
+        return folder
+
+    simulated = installed("simulated")
+    assert (engine_venv.find_engine(), engine_venv.find_engine(simulated=True)) == (None, simulated)
+    cpu = installed("cpu")
+    assert (engine_venv.find_engine(), engine_venv.find_engine(simulated=True)) == (cpu, cpu)
+
+
 def test_code_goes_into_the_data_folder_once_or_the_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

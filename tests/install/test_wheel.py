@@ -179,6 +179,31 @@ def test_no_command_runs_code_of_the_current_folder(user: User) -> None:
     hostile.check()
 
 
+@pytest.mark.timeout(600)
+def test_a_file_for_gpus_is_served_by_simulated_engines_on_any_machine(user: User, environment: Path) -> None:
+    """Without its model, in an environment that lacks what only real engines import."""
+    (user.folder / "graph.yaml").write_text((ROOT / "configs/disagg.yaml").read_text())
+    sources = os.environ | pip_settings(environment)
+    user.env |= {name: value for name, value in sources.items() if name.startswith(("PIP_", "UV_", "SSL_"))}
+    user.env["UV_CACHE_DIR"] = subprocess.check_output([UV, "cache", "dir"], text=True).strip()
+    with user.serving("-f", "graph.yaml", "--simulated", "--yes") as (url, wait_for):
+        assert "simulated: their tokens have no meaning" in wait_for("Ready after")
+        asked = {
+            "model": "RAG_LLM",
+            "messages": [{"role": "user", "content": "box " * 2000}],
+            "max_tokens": 4,
+        }
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
+        assert (answer.status_code, answer.headers["x-pdserve-prefill"]) == (200, "remote")
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        assert user.pdserve("status", "-f", "graph.yaml").returncode == 0
+    (engine,) = (user.home / ".local/share/pdserve").glob("engine-*")
+    assert engine.name.startswith("engine-simulated-")
+    assert not list(engine.glob("lib/*/site-packages/nixl*"))
+    refused = user.pdserve("serve", "-f", "graph.yaml")
+    assert "no engine is installed" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("key", "code", "complaint"), [("n\n", 2, "run `pdserve install`"), ("\x03", 130, "^C")]
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli.options import File, LogFormat, Verbose
+from pdserve.cli.options import File, LogFormat, Simulated, Verbose
 from pdserve.contract.records import Role
 from pdserve.observe import logs
 from pdserve.process.signals import end_while_starting
@@ -22,6 +22,7 @@ def role(
     node_rank: Annotated[
         int, typer.Option(metavar="N", help="which host of a worker that spans hosts (nnodes); 0 leads")
     ] = 0,
+    simulated: Simulated = False,
     log_format: LogFormat = "text",
     verbose: Verbose = False,
 ) -> int:
@@ -35,8 +36,10 @@ def role(
       pdserve {command} -f graph.yaml --node-rank 1     the second host of a worker with nnodes: 2
       PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f graph.yaml --index 1
     """
-    from pdserve.cli.setup.install import need_engine
+    from pdserve.cli.setup.install import need_engine, simulate
 
+    if simulated:
+        simulate()
     need_engine()
     name = context.info_name or ""
     clock.skew_role(name)

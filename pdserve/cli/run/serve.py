@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli.options import DemoFile, LogFormat, Verbose
+from pdserve.cli.options import DemoFile, LogFormat, Simulated, Verbose
 from pdserve.demo import FILE
 
 
@@ -16,6 +16,7 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="instead of Frontend.port of FILE")
     ] = None,
+    simulated: Simulated = False,
     yes: Annotated[bool, typer.Option("--yes", help="install a missing engine without asking")] = False,
 ) -> int:
     """Run the whole graph of FILE on this machine until Ctrl-C: frontends, decode workers, prefill workers, and NATS
@@ -27,14 +28,17 @@ def serve(
       pdserve serve                           the bundled demo model, on the CPU or on two GPUs
       pdserve serve --port 8001               if port 8000 is in use
       pdserve serve -f graph.yaml             your own graph: `pdserve init graph.yaml` writes it
+      pdserve serve -f graph.yaml --simulated    its topology, limits, metrics and alerts without GPUs and weights
       pdserve serve --log-format json 2> pdserve.jsonl
     """
-    from pdserve.cli.setup.install import need_engine
+    from pdserve.cli.setup.install import need_engine, simulate
     from pdserve.config.load import load
     from pdserve.plan.machine import Machine
     from pdserve.plan.plan import make_plan
     from pdserve.supervisor.serve import serve as run_graph
 
+    if simulated:
+        simulate()
     config = load(file)
     if port and config.frontend:
         config = replace(config, frontend=replace(config.frontend, port=port))

