@@ -7,7 +7,15 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from pdserve.contract.messages import KvHandle, PrefillCancel, PrefillDone, PrefillFailed, PrefillLoad
+from pdserve.contract.messages import (
+    KvHandle,
+    PrefillCancel,
+    PrefillDone,
+    PrefillFailed,
+    PrefillLoad,
+    PrefillPrefixes,
+    PrefixesChanged,
+)
 from pdserve.queue.depth import Puller
 from pdserve.util.errors import QueueFull
 from tests.conditions import until
@@ -40,6 +48,20 @@ async def test_a_warm_up_bypasses_the_queue_to_its_worker(queues: Queues) -> Non
         assert await asyncio.wait_for(anext(prefill.addressed(worker)), 30) == sent
     assert decode.depth == 0
     assert await prefill.pull(1, 0.1) == []
+    assert not not_coming.done()
+    not_coming.cancel()
+
+
+async def test_all_decode_workers_of_the_model_get_reports_of_prefixes(queues: Queues) -> None:
+    one, two, prefill, other = await queues(), await queues(), await queues(), await queues("another model")
+    readers = [one.prefixes(), two.prefixes()]
+    not_coming = asyncio.ensure_future(anext(other.prefixes()))
+    coming = [asyncio.ensure_future(anext(reports)) for reports in readers]
+    report = PrefillPrefixes("prefill-0", PrefixesChanged(16, 2, [b"12345678"], [b"87654321"]))
+    while not all(each.done() for each in coming):  # they may still be subscribing
+        await prefill.report_prefixes(report)
+        await asyncio.wait(coming, timeout=0.1)
+    assert [each.result() for each in coming] == [report, report]
     assert not not_coming.done()
     not_coming.cancel()
 

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.contract.messages import PrefillLoad
-from pdserve.decode.policy.cost import LATER_PROMPTS, Estimates, RemoteWorker, SeenLoad, estimate
+from pdserve.decode.policy.cost import (
+    LATER_PROMPTS,
+    MIN_BEGIN,
+    Estimates,
+    RemoteWorker,
+    SeenLoad,
+    estimate,
+    prefix_choice,
+)
 
 FAST, SLOW = 1 / 20_000, 1 / 2_000
 """seconds per token"""
@@ -90,3 +98,65 @@ def test_a_second_of_any_request_costs_the_same() -> None:
     assert often.remote_cost - seldom.remote_cost == pytest.approx(LATER_PROMPTS * 20.0 * 0.05 * 0.05), (
         "delay of later prompts"
     )
+
+
+def worker(name: str, ahead: float = 0, cached: int = 0, token: float = FAST) -> RemoteWorker:
+    return RemoteWorker(name, ahead, token, cached)
+
+
+@pytest.mark.parametrize(
+    ("remote", "queued", "chosen"),
+    [
+        ([worker("a"), worker("b")], 0, None),
+        ([worker("a", cached=1900), worker("b")], 0, "a"),
+        ([worker("a", cached=900), worker("b", cached=1900)], 0, "b"),
+        ([worker("a", cached=1900), worker("b", cached=1900)], 0, None),
+        ([worker("a", 5000, 1900), worker("b", cached=1900)], 0, None),
+        ([worker("a", 1000, 1900), worker("b")], 0, None),
+        ([worker("a", 800, 1900), worker("b")], 0, "a"),
+        ([worker("a", 3000, 1900), worker("b", 3000)], 4000, "a"),
+        ([worker("a", cached=1000, token=SLOW), worker("b")], 0, None),
+        ([worker("a", cached=50), worker("b")], 0, None),
+        ([worker("a", cached=1900)], 0, None),
+    ],
+    ids=[
+        "nothing is shared",
+        "one has it",
+        "one has more of it",
+        "all have it",
+        "the idle one has it",
+        "the wait costs more than it saves",
+        "the wait costs less",
+        "all are busy",
+        "the holder is slow",
+        "too little",
+        "there is no other",
+    ],
+)
+def test_a_prompt_goes_to_the_worker_with_its_prefix_where_that_saves_time(
+    remote: list[RemoteWorker], queued: float, chosen: str | None
+) -> None:
+    choice = prefix_choice(2000, remote, queued, rate=0.0)
+    assert (choice and choice.worker) == chosen
+    if choice is not None:
+        wait = next(each.wait for each in remote if each.id == chosen)
+        assert choice.begin_within >= MIN_BEGIN + wait
+
+
+def test_a_busy_graph_waits_longer_for_a_prefix() -> None:
+    """What is computed twice delays the prompts after this one."""
+    remote = [worker("a", 7500, 1900), worker("b", 5000)]
+    assert prefix_choice(2000, remote, 0, rate=0.0) is None
+    assert prefix_choice(2000, remote, 0, rate=10.0) is not None
+
+
+def test_local_competes_with_the_worker_that_has_the_prefix() -> None:
+    def estimates(cached: int) -> Estimates:
+        remote = [worker("a", cached=cached), worker("b")]
+        return estimate(
+            1000, 2000, streams=0, local_ahead=0, local_token=FAST, queued=0, remote=remote, handover=0.01
+        )
+
+    assert (estimates(0).better, estimates(0).prefix) == ("local", None)
+    assert estimates(1900).better == "remote"
+    assert str(estimates(1900)).endswith("a has 1900 tokens cached and saves 48 ms")
