@@ -148,15 +148,18 @@ def prefix_choice(
     """Return the worker that should compute the prompt because of its prefix cache; None if any worker may.
 
     Any worker begins as soon as the first one pulls, and has the prefix as likely as the workers on average. So if all
-    have it, the queue is best, because it needs no guess which worker is idle first."""
+    have it, the queue is best, because it needs no guess which worker is idle first. Queued prompts count for both:
+    passing them is no reason to choose a worker."""
     speed = sum(1 / each.token_seconds for each in remote)
-    wait = queued / speed + min(each.wait for each in remote)
-    compute = sum(each.compute(prompt) / each.token_seconds for each in remote) / speed
-    anywhere = (1 + LATER_PROMPTS * rate * compute) * wait + compute
+
+    def delay(wait: float, compute: float) -> float:
+        return (1 + LATER_PROMPTS * rate * compute) * (queued / speed + wait) + compute
 
     def cost(worker: RemoteWorker) -> float:
-        computes = worker.compute(prompt)
-        return (1 + LATER_PROMPTS * rate * computes) * worker.wait + computes
+        return delay(worker.wait, worker.compute(prompt))
+
+    compute = sum(each.compute(prompt) / each.token_seconds for each in remote) / speed
+    anywhere = delay(min(each.wait for each in remote), compute)
 
     best = min((each for each in remote if each.cached), key=cost, default=None)
     if best is None or cost(best) + MIN_SAVING > anywhere:

@@ -34,6 +34,13 @@ export const why = ({ prefill, reason }) => (reason.startsWith(`${prefill}-`) ? 
 const isRead = () => shown.some((receipt) => open.has(receipt.request_id)) || $("requests").querySelector(":focus-visible") !== null
   || (matchMedia("(hover: hover)").matches && $("requests").matches(":hover"));
 
+// The share of prompt tokens with KV from a prefix cache, of the recent prompts computed on one side.
+function hits(side, receipts) {
+  const done = receipts.filter((receipt) => receipt.prefill === side && receipt.prompt_tokens > 0);
+  const sum = (name) => done.reduce((total, receipt) => total + receipt[name], 0);
+  return sum("cached_tokens") && `${whole((100 * sum("cached_tokens")) / sum("prompt_tokens"))} % of ${side} prompts cached`;
+}
+
 export function showRequests(found, anew = false) {
   state = found;
   const fresh = state.receipts.map((receipt) => ({ ...receipt, told: performance.now() }));
@@ -42,6 +49,7 @@ export function showRequests(found, anew = false) {
   shown = held ? shown.map((old) => fresh.find((receipt) => receipt.request_id === old.request_id) ?? old)
     : fresh.filter(FILTERS[filter]).filter((receipt, index) => index < most || open.has(receipt.request_id));
   $("held").hidden = !held;
+  $("hits").textContent = ["local", "remote"].map((side) => hits(side, state.receipts)).filter(Boolean).join(", ");
   if (!shown.length) {
     const none = filter === "all" ? "No requests yet." : "None of the recent requests.";
     return show($("requests"), h("p", { class: "quiet" }, none));
