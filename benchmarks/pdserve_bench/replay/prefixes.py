@@ -1,0 +1,197 @@
+"""Replay traces on graphs that differ in where prompts with a known prefix go, with simulated engines.
+
+    python -m pdserve_bench.replay.prefixes TRACE... [--requests 600] [--seconds 45] [--json FILE]
+
+Each graph has six engines: two decode and four prefill workers, or six workers that do both parts of a request. From
+each trace whole sessions are drawn, so that prefixes stay shared, and their lengths divided by 16. `one cache` is what
+an LRU cache of the four prefill workers' size finds in the same requests.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pdserve.observe.tables import show, table
+from pdserve_bench.endpoint import find_endpoint, learn_prompts
+from pdserve_bench.graphs.launch import started
+from pdserve_bench.graphs.simulated import simulated, write
+from pdserve_bench.measure.slo import Slo
+from pdserve_bench.measure.trace import Trace, read_trace
+from pdserve_bench.options import program
+from pdserve_bench.progress import say
+from pdserve_bench.replay.result import ReplayResult
+
+SHRINK = 16
+BLOCK = 16
+CACHE = 1024
+"""KV blocks of each worker."""
+PREFILL, DECODE = 4, 2
+SHARED = 0.01
+"""A block in more than this share of the requests is of a system prompt, not of a session."""
+LONGEST = 3500
+"""Tokens, shrunk, of the longest request."""
+SLO = Slo(2.0, 0.25)
+SPEED = {"prefill-rate": 1900.0, "step-seconds": 0.01, "lease": 12.0}
+REMOTE = {"remote-prefill": True, "policy": "adaptive"}
+
+
+@dataclass(frozen=True)
+class Graph:
+    name: str
+    router: str
+    decode: Mapping[str, object]
+    workers: tuple[int, int] = (DECODE, PREFILL)
+
+    def sections(self) -> dict[str, Any]:
+        decoding, prefilling = self.workers
+        sections = simulated(
+            SPEED,
+            decode={"ServiceArgs": {"workers": decoding}},
+            prefill={"ServiceArgs": {"workers": prefilling}},
+            common={
+                "block-size": BLOCK,
+                "num-gpu-blocks-override": CACHE,
+                "max-model-len": 4096,
+                "max-num-batched-tokens": 256,
+            },
+        )
+        sections["Processor"] = {"router": self.router, "enable-prompt-tokens-details": True}
+        for key in ("remote-prefill", "max-local-prefill-length"):
+            del sections["VllmWorker"][key]
+        sections["VllmWorker"] |= self.decode
+        if not prefilling:
+            del sections["PrefillWorker"]
+        return sections
+
+
+GRAPHS = (
+    Graph("any worker", "round-robin", {**REMOTE, "prefill-by-prefix": False}),
+    Graph("any worker, router kv", "kv", {**REMOTE, "prefill-by-prefix": False}),
+    Graph("where the prefix is", "round-robin", REMOTE),
+    Graph("where the prefix is, router kv", "kv", REMOTE),
+    Graph("one engine each, router kv", "kv", {}, (DECODE + PREFILL, 0)),
+)
+
+
+def drawn(trace: Trace, count: int) -> Trace:
+    """Return about `count` requests in whole sessions: those that share a block which few others have."""
+    blocks = Counter(block for each in trace.requests for block in each.blocks)
+    most = SHARED * len(trace.requests)
+
+    def chosen(session: int) -> bool:
+        return random.Random(session).random() < count / len(trace.requests)
+
+    kept = [
+        each
+        for number, each in enumerate(trace.requests)
+        if chosen(next((block for block in each.blocks if blocks[block] <= most), -number))
+    ]
+    return replace(trace, requests=tuple(kept))
+
+
+def one_cache(trace: Trace, tokens: int) -> float:
+    """Return the share of prompt tokens that one LRU cache of this size finds."""
+    cache = OrderedDict[int, None]()
+    found = total = 0
+    for request in trace.requests:
+        total += request.input_length
+        hits = 0
+        for block in request.blocks:
+            if block not in cache:
+                break
+            hits += 1
+        found += min(hits * request.block, request.input_length - 1)
+        for block in reversed(request.blocks):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > tokens // request.block:
+            cache.popitem(last=False)
+    return found / total
+
+
+async def measure(graph: Graph, traces: list[Trace], seconds: float, folder: Path) -> list[dict[str, Any]]:
+    """Replay the traces one after the other on a new graph."""
+    file = write(graph.sections(), folder / "graph.json")
+    rows = []
+    async with started(file, folder, say) as running:
+        endpoint = await find_endpoint(running.urls[0], "", {})
+        per_word = (await learn_prompts(endpoint, 1)).tokens_per_word
+        for trace in traces:
+            times = [each.timestamp or 0.0 for each in trace.requests]
+            speed = (max(times) - min(times)) / 1000 / seconds
+            arrivals = replace(trace, tokens_per_word=per_word).replayed(speed, seconds, 1)
+            result = ReplayResult(endpoint, arrivals, SLO, trace.name, 60.0)
+            await result.measure()
+            figures = result.run.summary(SLO)
+            prompts = sum(each.prompt_tokens for each in result.finished)
+            ways = Counter(each.prefill for each in result.finished)
+            rows.append(
+                {
+                    "trace": trace.name,
+                    "graph": graph.name,
+                    "requests": len(arrivals),
+                    "failed": figures["failed"],
+                    "hits": sum(each.cached_tokens or 0 for each in result.finished) / max(1, prompts),
+                    "remote": ways["remote"] / max(1, len(result.finished)),
+                    "ttft p50": 1000 * figures["TTFT p50"],
+                    "ttft p99": 1000 * figures["TTFT p99"],
+                    "kept": figures["kept"],
+                    "goodput": figures["goodput"],
+                }
+            )
+            say(json.dumps(rows[-1]))
+    return rows
+
+
+async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+    traces = [drawn(read_trace(file).shrunk(SHRINK), args.requests) for file in args.traces]
+    traces = [
+        replace(
+            each,
+            requests=tuple(one for one in each.requests if one.input_length + one.output_length <= LONGEST),
+        )
+        for each in traces
+    ]
+    rows = [
+        {"trace": each.name, "graph": "one cache", "hits": one_cache(each, PREFILL * CACHE * BLOCK)}
+        for each in traces
+    ]
+    for graph in GRAPHS:
+        if not args.graphs or any(part in graph.name for part in args.graphs):
+            with tempfile.TemporaryDirectory(prefix="pdserve-prefixes-") as folder:
+                rows += await measure(graph, traces, args.seconds, Path(folder))
+    return rows
+
+
+def main() -> int:
+    parser = program(__doc__)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--graphs", nargs="*", default=[], help="only graphs with one of these words")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = asyncio.run(compare(args))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+    shown = table("trace", "graph", *(name for name in rows[-1] if name not in ("trace", "graph")))
+    for row in sorted(rows, key=lambda row: str(row["trace"])):
+        shown.add_row(*(_cell(row.get(name)) for name in rows[-1]))
+    show(shown)
+    return 0
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value if value is not None else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
