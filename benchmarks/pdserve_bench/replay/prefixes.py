@@ -44,7 +44,7 @@ REMOTE = {"remote-prefill": True, "policy": "adaptive"}
 
 
 @dataclass(frozen=True)
-class Graph:
+class ReplayedGraph:
     name: str
     router: str
     decode: Mapping[str, object]
@@ -73,11 +73,11 @@ class Graph:
 
 
 GRAPHS = (
-    Graph("any worker", "round-robin", {**REMOTE, "prefill-by-prefix": False}),
-    Graph("any worker, router kv", "kv", {**REMOTE, "prefill-by-prefix": False}),
-    Graph("where the prefix is", "round-robin", REMOTE),
-    Graph("where the prefix is, router kv", "kv", REMOTE),
-    Graph("one engine each, router kv", "kv", {}, (DECODE + PREFILL, 0)),
+    ReplayedGraph("any worker", "round-robin", {**REMOTE, "prefill-by-prefix": False}),
+    ReplayedGraph("any worker, router kv", "kv", {**REMOTE, "prefill-by-prefix": False}),
+    ReplayedGraph("where the prefix is", "round-robin", REMOTE),
+    ReplayedGraph("where the prefix is, router kv", "kv", REMOTE),
+    ReplayedGraph("one engine each, router kv", "kv", {}, (DECODE + PREFILL, 0)),
 )
 
 
@@ -117,7 +117,9 @@ def one_cache(trace: Trace, tokens: int) -> float:
     return found / total
 
 
-async def measure(graph: Graph, traces: list[Trace], seconds: float, folder: Path) -> list[dict[str, Any]]:
+async def measure(
+    graph: ReplayedGraph, traces: list[Trace], seconds: float, folder: Path
+) -> list[dict[str, Any]]:
     """Replay the traces one after the other on a new graph."""
     file = write(graph.sections(), folder / "graph.json")
     rows = []
@@ -152,14 +154,7 @@ async def measure(graph: Graph, traces: list[Trace], seconds: float, folder: Pat
 
 
 async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    traces = [drawn(read_trace(file).shrunk(SHRINK), args.requests) for file in args.traces]
-    traces = [
-        replace(
-            each,
-            requests=tuple(one for one in each.requests if one.input_length + one.output_length <= LONGEST),
-        )
-        for each in traces
-    ]
+    traces = [drawn(read_trace(file).shrunk(SHRINK).within(LONGEST), args.requests) for file in args.traces]
     rows = [
         {"trace": each.name, "graph": "one cache", "hits": one_cache(each, PREFILL * CACHE * BLOCK)}
         for each in traces
