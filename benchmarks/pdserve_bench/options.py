@@ -65,3 +65,14 @@ def program(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def counts_of(option: str, text: str) -> list[int]:
+    """Parse `1,8,32`. Raises ConfigError."""
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or not 0 < min(counts) <= max(counts) <= 1000:
+        raise ConfigError([f"{option} {text}: give whole numbers from 1 to 1000, as in 1,8,32."])
+    return counts

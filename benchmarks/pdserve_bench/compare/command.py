@@ -8,7 +8,8 @@ import typer
 
 from pdserve.cli.options import File
 from pdserve.config.load import load
-from pdserve_bench.compare.comparison import Comparison
+from pdserve_bench.clients.comparison import ClientsComparison
+from pdserve_bench.compare.comparison import Comparison, maker_of
 from pdserve_bench.compare.measuring import CompareOptions, UserLoad
 from pdserve_bench.compare.outcome import report_of, winning_file
 from pdserve_bench.endpoint import Endpoint, learn_prompts
@@ -16,7 +17,7 @@ from pdserve_bench.measure.report import Report, check_outputs
 from pdserve_bench.measure.runs import PoissonRequests, Scalable, run_and_show
 from pdserve_bench.measure.slo import read_slo
 from pdserve_bench.measure.trace import read_trace
-from pdserve_bench.options import AnswerLen, Gap, Json, PromptTokens, Share, Ttft
+from pdserve_bench.options import AnswerLen, Gap, Json, PromptTokens, Share, Ttft, counts_of
 
 
 def compare(
@@ -38,6 +39,10 @@ def compare(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the winner's file, for pdserve serve -f")
     ] = None,
+    clients: Annotated[
+        str,
+        typer.Option(metavar="N,...", help="only compare FILE's graph with vLLM at these numbers of clients"),
+    ] = "",
     json: Json = None,
 ) -> int:
     """Should I disaggregate? Measure your load on aggregated and disaggregated graphs of the same hardware, and
@@ -53,14 +58,22 @@ def compare(
     of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. Arrivals are
     Poisson. The result is for --rate, else for the mean rate of a trace with timestamps, else for the maximal rate.
 
+    With --clients, no goodput is searched: FILE's graph and one plain vLLM engine (on a CPU, with each number of
+    threads) run side by side and answer so many clients in turn, each of which waits for its response.
+
     Nothing else should run on the machine. Ctrl-C shows the result so far. The exit code is 0 whatever the result.
 
     examples:
       pdserve compare -f graph.yaml                       nine minutes, on this machine
       pdserve compare -f graph.yaml --rate 2 --ttft 300ms --gap 50ms --json answer.json
       pdserve compare -f graph.yaml --trace users.jsonl --minutes 40 --write best.yaml
+      pdserve compare -f graph.yaml --clients 1,8,32 --minutes 6      what is lost when one client is alone?
     """
     check_outputs(json, write)
+    if clients:
+        counts = counts_of("--clients", clients)
+        loops = ClientsComparison(maker_of(file), counts, prompt_tokens, answer_len, 60 * minutes, seed)
+        return run_and_show(loops.run, loops.report, json)
     load, asked = _trace(trace, file) if trace else (_single(prompt_tokens, answer_len, seed), None)
     options = CompareOptions(
         file,

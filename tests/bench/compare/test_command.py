@@ -62,6 +62,23 @@ def test_the_verdict_follows_from_its_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(2 * WITHIN)
+def test_numbers_of_clients_are_measured_side_by_side(tmp_path: Path) -> None:
+    load_ = "--prompt-tokens 200 --answer-len 8 --clients 1,4"
+    with running(tmp_path, *load_.split(), "--minutes", "0.2") as process:
+        said, _ = process.communicate(timeout=WITHIN)
+    assert process.returncode == 0, said[-5000:]
+    report = json.loads((tmp_path / "found.json").read_text())
+    found = {(each["clients"], each["system"]): each for each in report["data"]["figures"]}
+    systems = "1 prefill + 1 decode", "aggregated: 2 engines, batch 128"
+    assert found.keys() == {(count, system) for count in (1, 4) for system in systems}
+    for (count, _), each in found.items():
+        assert each["failed"] == 0
+        assert each["finished"] == each["requests"] >= 4 * count, "four turns with all clients"
+        assert each["TTFT p50"] < each["whole p50"]
+    assert report["lead"].count("clients:") == 2
+
+
+@pytest.mark.timeout(2 * WITHIN)
 def test_a_comparison_interrupted_while_a_graph_starts_stops_the_graph(tmp_path: Path) -> None:
     with running(tmp_path) as process:
         asyncio.run(until(lambda: bool(processes_below(tmp_path)), within=WITHIN))
