@@ -35,7 +35,7 @@ ALLOWED = {
     "fastapi": ("frontend/vllm/",),
     "starlette": ("frontend/",),
     "uvicorn": ("frontend/",),
-    "torch": ("engine/vllm/cpu_faults.py", "kv/"),
+    "torch": ("engine/vllm/cpu_faults.py", "engine/vllm/idle_cores.py", "kv/"),
     "opentelemetry": ("observe/otlp.py", "observe/tracing.py"),
     "requests": ("observe/otlp.py",),
     "sqlite3": ("frontend/batches/store.py",),
@@ -442,7 +442,7 @@ ROOMS = {
     "util": 385,
 }
 """lines of each room of the package: its size of 2026-11-28 and 5 %, reviewed when a room passes its limit"""
-BESIDE = {"benchmarks": 12800, "tests": 42800, "tools": 2400}
+BESIDE = {"benchmarks": 13400, "tests": 42800, "tools": 2400}
 """lines of the folders beside it"""
 WORDS, RECORD = 22000, 250
 """words of docs/ without the decisions, and of one decision record"""

@@ -309,6 +309,8 @@ def _device_env(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(max(1, min(machine.cores // ranks, machine.cores - 1))),
     }
+    if "OMP_NUM_THREADS" not in env:
+        chosen["PDSERVE_MAX_THREADS"] = str(machine.cores)
     if "kv-cache-memory-bytes" not in worker.engine_args:
         chosen[CPU_KV_VARIABLE] = str(CPU_KV_GIB)
     return {name: env.get(name) or value for name, value in chosen.items()}

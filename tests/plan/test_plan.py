@@ -177,6 +177,7 @@ def test_on_the_cpu_workers_share_the_cores(tmp_path: Path) -> None:
     assert " ".join(slot.name for slot in found.slots) == "decode-0 prefill-0 prefill-1 frontend-0 frontend-1"
     names = ("OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_NIXL_SIDE_CHANNEL_PORT")
     assert [found.slots[2].env[name] for name in names] == ["2", "1", "5602"]
+    assert found.slots[2].env["PDSERVE_MAX_THREADS"] == "8", "for a lone prompt, if they are idle"
     assert decode_of(found).engine_args["enforce-eager"] is True
     assert decode_of(found).origins["enforce-eager"] == "pdserve (no GPU)"
 
@@ -255,6 +256,7 @@ def test_the_file_and_the_environment_win_on_the_cpu(tmp_path: Path) -> None:
     given = {"VLLM_CPU_KVCACHE_SPACE": "3", "OMP_NUM_THREADS": "5"}
     found = plan(tmp_path, decode("enforce-eager: false"), machine(), env=given)
     assert found.slots[0].env.items() >= given.items()
+    assert "PDSERVE_MAX_THREADS" not in found.slots[0].env
     assert memory_of(found).kv_space == 3 * GIB
     assert decode_of(found).engine_args["enforce-eager"] is False
     found = plan(tmp_path, decode("kv-cache-memory-bytes: 256M"), machine())

@@ -3,10 +3,13 @@ argument `worker-extension-cls` names it."""
 
 from vllm.platforms import current_platform
 
-from pdserve.engine.vllm import cpu_faults
+from pdserve.engine.vllm import cpu_faults, idle_cores
 
 if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
     cpu_faults.work_around()
+    idle_cores.use_idle_cores(CPUModelRunner)
 
 
 class WorkerExtension:

@@ -1,0 +1,70 @@
+"""Computes a lone prompt on the CPU with the cores that are idle, too.
+
+The plan divides the cores among the engines of a graph (`plan/slots.py`), because engines that each use all cores slow
+each other down. While one client is alone, only one engine has work, and the cores of the others would stay idle.
+"""
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VARIABLE = "PDSERVE_MAX_THREADS"
+"""Environment variable, set by the plan: most threads of a step."""
+MIN_TOKENS = 128
+"""Prompt tokens of a step for which more threads are started; a shorter step does not gain from them."""
+LOOKS = 4
+LOOK_INTERVAL = 50e-6
+"""Seconds between two looks at the running threads. The processes that have just passed on the request run for some
+100 us longer; an engine that computes runs at each look."""
+_LOAD = Path("/proc/loadavg")
+
+
+def running_threads() -> int:
+    """Return how many threads of this machine run or could run, with this one."""
+    return int(_LOAD.read_text().split()[3].partition("/")[0])  # 0.52 0.58 0.59 2/1205 4711
+
+
+def use_idle_cores(runner: Any, running: Callable[[], int] = running_threads) -> None:
+    """Have `runner`, vLLM's class of model runners, compute steps with prompts and no stream with the idle cores."""
+    most, usual = int(os.environ.get(VARIABLE, "0")), torch.get_num_threads()
+    if most <= usual:
+        return
+    execute = runner.execute_model
+
+    def execute_model(self: Any, step: Any, *args: Any, **named: Any) -> Any:
+        threads = most + 1 - fewest(running) if is_lone_prompt(step) else 0
+        with _threads(threads, usual) if threads > usual else nullcontext():
+            return execute(self, step, *args, **named)
+
+    runner.execute_model = execute_model
+
+
+def fewest(running: Callable[[], int]) -> int:
+    """Return the fewest running threads of several looks; the first look is enough if only this thread runs."""
+    found = running()
+    for _ in range(LOOKS - 1):
+        if found <= 1:
+            break
+        time.sleep(LOOK_INTERVAL)
+        found = min(found, running())
+    return found
+
+
+def is_lone_prompt(step: Any) -> bool:
+    """Whether a step (vLLM's `SchedulerOutput`) has enough prompt tokens and no stream, which has one token."""
+    tokens: Collection[int] = step.num_scheduled_tokens.values()
+    return sum(tokens) >= MIN_TOKENS and min(tokens) > 1
+
+
+@contextmanager
+def _threads(count: int, usual: int) -> Iterator[None]:
+    torch._C.set_num_threads(count)  # vLLM replaces `torch.set_num_threads` by a warning
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(usual)

@@ -1,0 +1,71 @@
+"""Threads of a step on the CPU: more than the plan's for a lone prompt, if cores are idle."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.engine.vllm.idle_cores import MIN_TOKENS, VARIABLE, running_threads, use_idle_cores
+
+PROMPT = {"a": MIN_TOKENS}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv(VARIABLE, "4")
+    yield
+    torch.set_num_threads(usual)
+
+
+def threads_of(tokens: dict[str, int], *running: int, fails: bool = False) -> int:
+    """Return the threads with which a step with these tokens runs; `running`: what each look finds, the last for
+    ever."""
+    seen, looks = list[int](), list(running)
+
+    class Runner:
+        def execute_model(self, step: Any) -> None:
+            seen.append(torch.get_num_threads())
+            if fails:
+                raise RuntimeError
+
+    use_idle_cores(Runner, lambda: looks.pop(0) if len(looks) > 1 else looks[0])
+    try:
+        Runner().execute_model(SimpleNamespace(num_scheduled_tokens=tokens))
+    except RuntimeError:
+        assert fails
+    assert torch.get_num_threads() == 1, "later steps have the plan's threads"
+    return seen[0]
+
+
+def test_a_lone_prompt_gets_the_idle_cores() -> None:
+    assert threads_of(PROMPT, 1) == 4
+    assert threads_of(PROMPT, 3) == 2
+    assert threads_of(PROMPT, 1, fails=True) == 4
+
+
+def test_a_prompt_gets_no_core_of_another_engine() -> None:
+    assert threads_of(PROMPT, 4) == 1
+    assert threads_of(PROMPT, 40) == 1
+
+
+def test_processes_that_stop_soon_do_not_count() -> None:
+    assert threads_of(PROMPT, 3, 4, 1) == 4
+
+
+def test_streams_and_short_prompts_keep_the_threads_of_the_plan() -> None:
+    assert threads_of({"a": MIN_TOKENS, "stream": 1}, 1) == 1
+    assert threads_of({"a": MIN_TOKENS - 1}, 1) == 1
+    assert threads_of({}, 1) == 1
+
+
+def test_the_threads_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    assert threads_of(PROMPT, 1) == 1
+
+
+def test_this_thread_is_counted_as_running() -> None:
+    assert running_threads() >= 1
