@@ -105,7 +105,7 @@ ARROWS = {
     "registry runtime observe stream",
     "frontend": "frontend/admission frontend/edge frontend/keys frontend/model frontend/vllm process config plan "
     "registry stream observe runtime",
-    "frontend/batches": "frontend frontend/edge frontend/keys runtime",
+    "frontend/batches": "frontend frontend/edge frontend/keys observe runtime",
     "frontend/observability": "frontend frontend/edge frontend/keys config observe",
     "supervisor": "process config plan queue registry observe runtime",
     "cli": "install convert supervisor process config plan queue registry observe",

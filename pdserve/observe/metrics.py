@@ -96,7 +96,11 @@ INSTANCES = Gauge(
     "registered processes; `role`: `frontend`, `decode`, `prefill`, `both`",
     ["role"],
 )
-
+BATCHES = Gauge("pdserve_open_batches", "batches that are not closed, of all API keys", ["folder"])
+BATCH_LINES = Counter(
+    "pdserve_batch_lines_total", "lines of batches that ended; `outcome`: `completed`, `failed`", ["outcome"]
+)
+BATCHES_FREE = Gauge("pdserve_batches_free_bytes", "free bytes of the disk of `Frontend.batches`", ["folder"])
 SLOT_READY = Gauge(
     "pdserve_slot_ready",
     "1: the process of this slot (`decode-0`) is ready; 0: it is not, does not respond, or its lease ended without a "
@@ -173,6 +177,12 @@ KV_USAGE = Gauge(
 # all
 CONNECTED = Gauge(
     "pdserve_connected", "1: this process is connected to the `server`: `NATS`, `etcd`", ["server"]
+)
+CERTIFICATE_END = Gauge(
+    "pdserve_certificate_end_seconds",
+    "Unix time at which a loaded certificate expires; `certificate`: `graph` (`Security.credentials`), `api` "
+    "(`Security.tls-certificate`)",
+    ["certificate"],
 )
 TASK_FAILURES = Counter(
     "pdserve_task_failures_total", "failures of background tasks, which are restarted: bugs", ["task"]

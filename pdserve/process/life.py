@@ -17,13 +17,14 @@ import uvloop
 
 from pdserve.config.schema import Config
 from pdserve.contract.reports import OutageTracker, ProcessReport, Receipt
-from pdserve.observe.metrics import CONNECTED
+from pdserve.observe.metrics import CERTIFICATE_END, CONNECTED
 from pdserve.observe.process_pages import serve_pages
 from pdserve.observe.tracing import Tracer
 from pdserve.plan.graph import service_of
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import DRAINS, ENGINE_KILLED, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
 from pdserve.runtime.tasks import TaskOwner, Work, forever, process_owner
+from pdserve.security.credentials import Credentials, valid_until
 from pdserve.util.errors import ConfigError, EngineDead, PdserveError, find_engine_death, leaf_errors
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,8 @@ async def live(config: Config, slot: Slot, beat: Beat | None = None) -> None:
     connect: Callable[[Config, Slot, str], Service] = getattr(import_module(module), name).connect
     with serve_pages(config.host, slot.pages_port) as pages:
         service = connect(config, slot, pages.metrics)
+        if credentials := Credentials.load(config.security.credentials):
+            CERTIFICATE_END.labels("graph").set(valid_until(credentials.certificate).timestamp())
         pages.watched, pages.receipts = service.watched, service.receipts
         pages.fault, pages.unready = lambda: service.fault, service.unready
         async with TaskOwner() as tasks:

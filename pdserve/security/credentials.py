@@ -112,14 +112,20 @@ def _open_to_others(key: os.stat_result) -> bool:
 def expiry_warning(certificates: Path) -> str | None:
     """Return "expired on ..." or "is valid only until ..." if a certificate of this PEM file has expired or will within
     `EXPIRY_WARNING`, else None. Raises OSError, and ValueError where the file has no certificate."""
-    from cryptography import x509
-
-    parsed = x509.load_pem_x509_certificates(certificates.read_bytes())
-    until = min(certificate.not_valid_after_utc for certificate in parsed)
+    until = valid_until(certificates)
     now = datetime.fromtimestamp(clock.unix(), UTC)
     if until - now > EXPIRY_WARNING:
         return None
     return f"{'expired on' if until <= now else 'is valid only until'} {until:%Y-%m-%d %H:%M} UTC"
+
+
+def valid_until(certificates: Path) -> datetime:
+    """Return when the first certificate of this PEM file expires. Raises OSError, and ValueError where the file has
+    none."""
+    from cryptography import x509
+
+    parsed = x509.load_pem_x509_certificates(certificates.read_bytes())
+    return min(certificate.not_valid_after_utc for certificate in parsed)
 
 
 def create(

@@ -8,11 +8,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
-from pdserve_bench.graphs.launch import PDSERVE, RunningGraph, started
+from pdserve_bench.graphs.launch import PDSERVE, RunningGraph, StartedGraph, started
 from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.graphs.without_serve import started_without_serve
 
@@ -42,6 +43,19 @@ class Watched:
                 return
             await asyncio.sleep(1)
         raise AssertionError(f"{fired} fire instead of {alerts}")
+
+    async def has_fired(self, alert: str) -> bool:
+        return any(said.startswith(alert) for said in await asyncio.to_thread(self.prometheus.firing))
+
+    async def fires_among(self, *alerts: str) -> None:
+        """Wait until each of these alerts fires, and perhaps others."""
+        for alert in alerts:
+            for _ in range(120):
+                if await self.has_fired(alert):
+                    break
+                await asyncio.sleep(1)
+            else:
+                raise AssertionError(f"{alert} does not fire, but {self.prometheus.firing()}")
 
     async def well(self) -> bool:
         with suppress(httpx.HTTPError):  # the graph is starting
@@ -106,13 +120,14 @@ def watched(folder: Path, running: RunningGraph) -> Iterator[Watched]:
 @pytest.mark.timeout(600)
 async def test_under_serve(tmp_path: Path) -> None:
     async with started(_file(tmp_path), tmp_path, print, workers=2) as running:
-
-        def send(name: str, number: int) -> None:
-            (process,) = (each for each in running.serve.processes() if _is(each.cmdline(), name))
-            process.send_signal(number)
-
         with watched(tmp_path, running) as graph:
-            await outages(graph, send)
+            await outages(graph, partial(send_to, running))
+
+
+def send_to(running: StartedGraph, name: str, number: int) -> None:
+    """Send a signal to a process of `serve`."""
+    (process,) = (each for each in running.serve.processes() if _is(each.cmdline(), name))
+    process.send_signal(number)
 
 
 def _is(command: Sequence[str], name: str) -> bool:

@@ -11,21 +11,24 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from pdserve.security.credentials import create
 from tests.deploy.compose import FOLDER, load
 from tests.deploy.dashboard import DASHBOARD, FILE, PANELS, expressions
 from tests.deploy.prometheus import promtool
 from tests.observe.test_metrics_page import METRICS
 
-UNITS = {"none", "s", "reqps", "percentunit", "Bps"}
+UNITS = {"none", "s", "reqps", "percentunit", "Bps", "bytes"}
 """Grafana's units that we use"""
-OF_PROMETHEUS = {"le", "job", "instance", "source"}
+OF_PROMETHEUS = {"le", "job", "instance", "source", "namespace"}
 """labels that are not in the table of docs/metrics.md"""
 
 
 def test_promtool_accepts_the_configuration_and_its_commented_options(tmp_path: Path) -> None:
     written = (FOLDER / "prometheus.yml").read_text()
-    offered = re.sub(r"^    # (?=\w+: )", "    ", written, flags=re.M)
+    offered = re.sub(r"^( {2,4})# (?=\w+: |- job_name: |  \w+: )", r"\1", written, flags=re.M)
     assert {"scheme", "tls_config", "authorization"} <= yaml.safe_load(offered)["scrape_configs"][0].keys()
+    assert yaml.safe_load(offered)["scrape_configs"][1]["job_name"] == "etcd"
+    create(tmp_path / "credentials")
     for name in ("ca.pem", "api-key"):
         (tmp_path / name).touch()
     (tmp_path / "alerts.yml").write_text((FOLDER / "alerts.yml").read_text())
@@ -44,8 +47,11 @@ def test_each_alert_comes_when_it_should() -> None:
     }
     fired = re.findall(r"alertname: (\w+)\n +exp_alerts:", file.read_text())
     assert alerts == set(fired)
-    assert alerts == set(
-        re.findall(r"^\| `(Pdserve\w+)` \|", (FOLDER / "../docs/metrics.md").read_text(), re.M)
+    described = (FOLDER / "../docs/alerts.md").read_text()
+    assert alerts == set(re.findall(r"^\| `(Pdserve\w+)` \|", described, re.M))
+    tried = "".join(path.read_text() for path in file.parent.glob("test_*.py") if path != Path(__file__))
+    assert {alert for alert in alerts if f'"{alert}' not in tried} == set(), (
+        "fired by no test with a real fault"
     )
 
 

@@ -36,7 +36,7 @@ def test_the_table_equals_the_code() -> None:
 
 def test_the_values_of_labels_are_documented() -> None:
     """Only of labels with fixed values, not of names of models, keys or processes."""
-    names = {"model", "key", "code", "instance", "source", "slot", "host", "task", "worker"}
+    names = {"model", "key", "code", "instance", "source", "slot", "host", "task", "worker", "folder"}
     for name, (_, labels, meaning) in METRICS.items():
         for label in labels - names:
             assert f"`{label}`: `" in meaning or "(below)" in meaning, f"{name}: which {label}?"

@@ -16,6 +16,7 @@ from pdserve.frontend.batches.store import OPEN, Line, Record, Store, parse
 from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys.auth import OWNER
 from pdserve.frontend.plugins import PluginContext
+from pdserve.observe.metrics import BATCH_LINES, BATCHES, BATCHES_FREE
 from pdserve.runtime.tasks import TaskOwner, isolate_errors
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,11 @@ class BatchRunner:
         if (now := time.monotonic()) >= self._next_step:
             await asyncio.to_thread(self._store.count_down, WINDOW_STEP)
             self._next_step = now + WINDOW_STEP
-        for owner, batch_id, left in await asyncio.to_thread(self._store.open_batches):
+        free = await asyncio.to_thread(self._store.free_bytes)
+        BATCHES_FREE.labels(self._store.folder).set(free)
+        found = await asyncio.to_thread(self._store.open_batches)
+        BATCHES.labels(self._store.folder).set(len(found))
+        for owner, batch_id, left in found:
             must_wait = left > 0 and any(run.owner == owner and run.blocks for run in self._runs.values())
             if batch_id not in self._runs and not must_wait and not self._context.draining():
                 self._runs[batch_id] = run = BatchRun(self._context, self._store, owner, batch_id)
@@ -225,6 +230,7 @@ class BatchRun:
             if result is None:
                 self._taken.discard(number)
             else:
+                BATCH_LINES.labels(result[0]).inc()
                 self._results.append(result)
             self._line_ended.set()
 

@@ -7,6 +7,7 @@ shared within one host. `records.left` holds the seconds left of an open batch: 
 import errno
 import logging
 import os
+import shutil
 import sqlite3
 import uuid
 from collections.abc import Iterator, Sequence
@@ -137,10 +138,13 @@ class Transaction(sqlite3.Connection):
 
 class Store:
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._data = folder / "data"
         self.lock = folder / "lock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
 
     # for clients
 
@@ -306,7 +310,7 @@ class Store:
             if (refusal := refused(error)) is None:
                 raise
             if refusal.args == REFUSALS[sqlite3.SQLITE_CORRUPT][1:]:
-                aside = self._folder / f"damaged-{inode}"
+                aside = self.folder / f"damaged-{inode}"
                 with suppress(OSError):  # another process was first
                     self._data.rename(aside)
                     logger.error(

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+from pdserve.observe.metrics import CERTIFICATE_END
 from pdserve.security.certificate import ServerCertificate
 from pdserve.util.errors import ConfigError
 
@@ -34,6 +35,7 @@ class RenewedCertificate:
         """The last logged error, so that it is not repeated."""
         self.context = files.context()
         """TLS context of new connections."""
+        CERTIFICATE_END.labels("api").set(files.valid_until().timestamp())
         logger.info("TLS with %s, valid until %s", files.chain, files.valid_until().date())
 
     async def watch(self) -> None:
@@ -49,6 +51,7 @@ class RenewedCertificate:
     def _load(self, stamps: list[tuple[int, ...]]) -> None:
         try:
             self.context = self._files.context()
+            CERTIFICATE_END.labels("api").set(self._files.valid_until().timestamp())
             logger.info("loaded the new certificate, valid until %s", self._files.valid_until().date())
             self._loaded, self._error = stamps, ""
         except ConfigError as error:

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from prometheus_client import REGISTRY
 from uvicorn.server import ServerState
 
 from pdserve.frontend.edge.certificate_reload import RenewedCertificate
@@ -148,6 +149,11 @@ def made(folder: Path, valid: timedelta = VALIDITY) -> ServerCertificate:
     return ServerCertificate(files.certificate, files.key)
 
 
+def shown_end() -> float:
+    """The end of the API's certificate by its metric."""
+    return REGISTRY.get_sample_value("pdserve_certificate_end_seconds", {"certificate": "api"}) or 0.0
+
+
 def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
     good, other = made(tmp_path / "good"), made(tmp_path / "other")
     garbage = tmp_path / "garbage.pem"
@@ -184,10 +190,12 @@ async def test_a_certificate_is_loaded_once_it_becomes_valid(
     certificate = RenewedCertificate(made(tmp_path / "tls"), every=0.02)
     watching, first = asyncio.create_task(certificate.watch()), certificate.context
     monkeypatch.setenv(clock.VARIABLE, str(-(2**31)))
-    made(tmp_path / "tls", timedelta(days=40_000))
+    renewed = made(tmp_path / "tls", timedelta(days=40_000))
     await until(lambda: "is not valid before" in caplog.text)
     monkeypatch.delenv(clock.VARIABLE)
+    assert shown_end() < renewed.valid_until().timestamp()
     await until(lambda: certificate.context is not first)
+    assert shown_end() == renewed.valid_until().timestamp()
     watching.cancel()
 
 
