@@ -28,7 +28,8 @@ from tests.terminal import Terminal
 
 FRONTENDS = """
 Security: {{api-keys: keys.yaml}}
-Frontend: {{served_model_name: demo, port: {port}, ServiceArgs: {{workers: 2}}}}
+Frontend: {{served_model_name: demo, port: {port}, batches: {batches}, ServiceArgs: {{workers: 2}}}}
+Slo: {{ttft: 10s}}
 """
 KEYS = {
     "alice": "{key: sk-alice-0123456789, requests-per-minute: 30}",
@@ -51,6 +52,17 @@ class KeyedServe(Serve):
         body = {"model": "demo", "prompt": "Hi", "max_tokens": 1, "ignore_eos": True}
         return httpx.post(f"{self.url}/v1/completions", json=body, headers=bearer(key), timeout=60)
 
+    def run_batch(self, key: str) -> None:
+        """Start a batch of one line."""
+        body = {"model": "demo", "prompt": "Hi", "max_tokens": 1}
+        line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
+        with httpx.Client(base_url=f"{self.url}/v1", headers=bearer(key), timeout=60) as http:
+            file = http.post(
+                "/files", data={"purpose": "batch"}, files={"file": json.dumps(line).encode()}
+            ).json()
+            batch = {"input_file_id": file["id"], "endpoint": line["url"], "completion_window": "24h"}
+            http.post("/batches", json=batch).raise_for_status()
+
     def frontends(self) -> set[str]:
         """The frontends that answer on the port."""
         return {self.health()["frontend"] for _ in range(20)}
@@ -65,8 +77,9 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServe]:
     """Two frontends, two decode workers, a prefill worker, each role with another clock. Ctrl-C ends it with
     exit code 0, and nothing is left."""
     port = free_port("127.0.0.1")
-    yaml = (FRONTENDS + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
-    serve = KeyedServe(tmp_path_factory.mktemp("graph"), yaml, port=port, headers=bearer(BOB))
+    folder = tmp_path_factory.mktemp("graph")
+    yaml = (FRONTENDS + WORKERS).format(port=port, batches=folder / "batches", kv_port=kv_ports(), workers=2)
+    serve = KeyedServe(folder, yaml, port=port, headers=bearer(BOB))
     serve.env |= {"PDSERVE_CLOCK_OFFSET_PREFILL": "-40", "PDSERVE_CLOCK_OFFSET_DECODE": "5"}
     serve.write_keys(*KEYS)
     with running(serve):
@@ -285,6 +298,7 @@ def test_a_real_prometheus_finds_something_for_each_panel(graph: KeyedServe, tmp
         assert prefilled() == "local"
         os.kill(prefill["pid"], signal.SIGCONT)
         until(lambda: prefilled() == "remote", graph)
+        graph.run_batch(BOB)
         with suppress(AssertionError):
             until(lambda: not without(), graph, 60)
         assert without() == []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from pdserve.util.net import free_port
 from tests.deploy.compose import FOLDER, installed, replaced
@@ -47,16 +48,18 @@ class Prometheus:
 
 
 @contextmanager
-def scraping(folder: Path, *targets: str) -> Iterator[Prometheus]:
+def scraping(folder: Path, *targets: str, **options: object) -> Iterator[Prometheus]:
     """Run Prometheus with the configuration of the Compose file, but scrape the targets each second and fire alerts
-    after two seconds."""
+    after two seconds. `options` are of the scrape job."""
     alerts = folder / "alerts.yml"
     alerts.write_text(re.sub(r"for: \d+[sm]", "for: 2s", (FOLDER / "alerts.yml").read_text()))
     addresses = '", "'.join(targets)
     ours = {"127.0.0.1:8000": addresses, "_interval: 5s": "_interval: 1s", "alerts.yml": str(alerts)}
     file = folder / "prometheus.yml"
     lines = (FOLDER / "prometheus.yml").read_text().splitlines()
-    file.write_text("\n".join(replaced(lines, ours)))
+    config = yaml.safe_load("\n".join(replaced(lines, ours)))
+    config["scrape_configs"][0] |= options
+    file.write_text(yaml.safe_dump(config))
     port = free_port("127.0.0.1")
     flags = [f"--config.file={file}", f"--storage.tsdb.path={folder}/data"]
     with (folder / "prometheus.log").open("wb") as log:

@@ -86,9 +86,11 @@ def test_the_pods_get_ready_answer_and_end_well(
 
 @pytest.mark.timeout(600)
 def test_outages_have_their_alerts(tmp_path: Path, credentials: Credentials) -> None:
-    """Prometheus scrapes each pod at its annotated port. Like `test_outages.py`, but with cut links."""
+    """Prometheus scrapes each pod as the PodMonitor says. Like `test_outages.py`, but with cut links."""
+    monitored = {"config": YAML, "monitoring": {"podMonitor": {"enabled": True}}}
+    rendering = render(monitored)
     with hosts(tmp_path) as net:
-        pods = pods_of(render({"config": YAML}), net, _secrets(credentials))
+        pods = pods_of(rendering, net, _secrets(credentials))
         names = write_names(tmp_path, pods)
         by_role = {pod.host.name.split("-")[1]: pod for pod in pods}
 
@@ -104,11 +106,36 @@ def test_outages_have_their_alerts(tmp_path: Path, credentials: Credentials) -> 
                 await net.aside(link.mend)
                 await until(graph.well, 60)
                 await graph.fires()
+            found = graph.prometheus.series("pdserve_requests_in_flight")
+            sources = {labels["source"].split(":")[0] for labels, _ in found}
+            assert sources == {by_role["frontend"].host.address}
+            assert "decode" in {labels["instance"].split("-")[0] for labels, _ in found}
+            route = ["blackhole", by_role["decode"].host.address]
+            for act, alert in (("add", ["PdserveLinkDown: "]), ("del", [])):
+                process = by_role["frontend"].host.start(["ip", "route", act, *route], tmp_path / "route.log")
+                assert await process.ended(30) == 0
+                await graph.fires_among(*alert)
+            await until(graph.well, 60)
+            await net.aside(by_role["frontend"].host.link.cut)
+            await graph.fires("PdserveNotScraped: ")
+            await net.aside(by_role["frontend"].host.link.mend)
+            await until(graph.well, 60)
 
         pages = [f"{by_role[role].host.address}:{_page_port(by_role[role])}" for role in ROLES]
         url = f"http://{by_role['frontend'].host.address}:{by_role['frontend'].port('http')}"
-        with scraping(tmp_path, *pages) as prometheus:
+        with scraping(tmp_path, *pages, **_scrape_options(rendering)) as prometheus:
             asyncio.run(story(Watched(url, prometheus, KEY)))
+
+
+def _scrape_options(rendering: Rendering) -> Object:
+    """The end of the PodMonitor as options of a scrape job; names of pods stay out."""
+    (monitor,) = rendering.of("PodMonitor").values()
+    (end,) = monitor["spec"]["podMetricsEndpoints"]
+    snake = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    relabel = [
+        {snake.get(key, key): value for key, value in each.items()} for each in end["metricRelabelings"]
+    ]
+    return {"honor_labels": end.get("honorLabels", False), "metric_relabel_configs": relabel}
 
 
 def _page_port(pod: Pod) -> str:
