@@ -11,7 +11,7 @@ from pdserve_bench.hosts.pods import Object, Pod, pods_of, write_names
 
 from pdserve.security.credentials import Credentials
 from tests.conditions import until
-from tests.deploy.helm import render
+from tests.deploy.helm import Rendering, render
 from tests.deploy.prometheus import scraping
 from tests.deploy.test_outages import DECODE, ETCD, NATS, PREFILL, Watched
 from tests.network import hosts

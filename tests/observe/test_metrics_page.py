@@ -44,12 +44,14 @@ def test_the_values_of_labels_are_documented() -> None:
 
 def test_each_reason_of_a_decision_is_in_its_table() -> None:
     written = {
-        pair for source in SOURCES.values() for pair in re.findall(r'Decision\("(\w+)", "([\w-]+)"', source)
+        pair
+        for source in SOURCES.values()
+        for pair in re.findall(r'Decision\("(\w+)", (?:prefix or )?"([\w-]+)"', source)
     }
     policy = (ROOT / "pdserve/decode/policy/decision.py").read_text()
     written |= {("local", reason) for reason in re.findall(r'^ {8}"([\w-]+)": ', policy, re.M)}
     words = ("idle", "local-cheaper", "own", "fallback", "transfer", "stand-in")
-    conditional = {("local", word) for word in words}
+    conditional = {("remote", "prefix-cached"), *(("local", word) for word in words)}
     listed = {(mode, reason.strip("`")) for mode, reason, _ in rows("Where prompts are computed, and why")}
     assert len(written) > 10
     assert listed == written | conditional
