@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, cycle, islice, pairwise
+from itertools import count, islice, pairwise
 from typing import Self
 
 from pdserve.config.schema import Config
@@ -27,6 +27,8 @@ NEAR_TIES = 1
 """Tolerated prompts whose output depends on the batch in float32; with the demo model none does
 (docs/decisions/0005-float32-in-identity-tests.md)."""
 AT_ONCE = 8
+DOCUMENTS = 4
+"""Texts with which a third of the prompts begin, so that prompts are sent to workers with their prefix."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Case:
     stream: bool
     expected: tuple[int, ...] = ()
     salt: str = ""
-    """The cache salt: the same prompt with another salt has no prefix hit."""
+    """The cache salt: the same prompt with another salt has no prefix hit. Equal for prompts with shared documents."""
 
     def body(self, model: str) -> dict[str, object]:
         """Greedy and with `ignore_eos`, so that there is one right output."""
@@ -77,14 +79,21 @@ def prompt_lengths(config: Config, max_model_len: int) -> PromptLengths:
 
 
 def endless(lengths: PromptLengths, seed: int) -> Iterator[Case]:
-    """Yield unique prompts: two of three are long, three of four streamed."""
+    """Yield unique prompts: one of three is short, one long, one long and begins with a document; three of four are
+    streamed."""
     dice = random.Random(seed)
+
+    def text(tokens: int) -> tuple[int, ...]:
+        return tuple(dice.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens))
+
+    documents = [text(lengths.long[1] // 2) for _ in range(DOCUMENTS)]
     for number in count():
-        low, high = lengths.short if number % 3 == 0 else lengths.long
-        prompt = tuple(dice.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(dice.randint(low, high)))
-        yield Case(
-            prompt, dice.randint(MIN_OUTPUT, MAX_OUTPUT), stream=number % 4 != 3, salt=f"{seed}-{number}"
-        )
+        prompt = text(dice.randint(*(lengths.short if number % 3 == 0 else lengths.long)))
+        salt = f"{seed}-{number}"
+        if number % 3 == 2:
+            document = dice.choice(documents)
+            prompt, salt = document + prompt[: lengths.long[1] - len(document)], f"{seed}-documents"
+        yield Case(prompt, dice.randint(MIN_OUTPUT, MAX_OUTPUT), stream=number % 4 != 3, salt=salt)
 
 
 def simulated(config: Config) -> SimModel | None:
@@ -153,9 +162,8 @@ async def answers(
 
 
 def again(pool: list[Case]) -> Iterator[Case]:
-    """Repeat the pool forever, each time under a new salt."""
-    serial = count()
-    return (replace(case, salt=f"{case.salt}-{next(serial)}") for case in cycle(pool))
+    """Repeat the pool forever, each time under new salts."""
+    return (replace(case, salt=f"{case.salt}-{turn}") for turn in count() for case in pool)
 
 
 async def _answer(client: LoadClient, model: str, case: Case, timeout: float) -> tuple[int, ...]:

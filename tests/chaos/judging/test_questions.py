@@ -48,7 +48,10 @@ def test_prompts_are_short_or_long_and_never_the_same(file: Path, max_model_len:
     lengths = {len(case.prompt) for case in cases}
     assert min(lengths) <= 100 < max(lengths)
     assert max(len(case.prompt) + case.max_tokens for case in cases) < max_model_len
-    assert len({case.prompt for case in cases}) == len({case.salt for case in cases}) == 60
+    assert len({case.prompt for case in cases}) == 60
+    assert len({case.salt for case in cases}) == 41
+    documents = [case.prompt[: max(lengths) // 2] for case in cases if case.salt.endswith("documents")]
+    assert (len(documents), len(set(documents))) == (20, 4)
     assert {case.stream for case in cases} == {True, False}
     assert max(case.max_tokens for case in cases) <= MAX_OUTPUT
 
@@ -71,7 +74,8 @@ def test_a_pool_is_repeated_with_new_salts(file: Path) -> None:
     pool = list(islice(endless(prompt_lengths(load(file, {}), 1024), 1), 3))
     found = list(islice(again(pool), 9))
     assert [case.prompt for case in found] == [case.prompt for case in pool] * 3
-    assert len({case.salt for case in found}) == 9
+    assert len({(case.salt, case.prompt) for case in found}) == 9
+    assert len({case.salt for case in found[::3]}) == 3
 
 
 Answer = Callable[[dict[str, Any]], list[int]]
