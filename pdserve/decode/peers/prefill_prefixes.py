@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pdserve.contract.messages import PrefixesChanged
 from pdserve.contract.prefix_index import PrefixIndex
@@ -65,7 +66,7 @@ class PrefillPrefixIndex:
             own.pop(name, None)
             own[name] = None
         most = min(MAX_REPORTED, found.kv_blocks // stride)
-        old = list(own)[: max(0, len(own) - most)]
+        old = list(islice(own, max(0, len(own) - most)))
         for name in old:
             del own[name]
         self._index.apply(worker, PrefixesChanged(size, stride, new, old))

@@ -67,6 +67,16 @@ async def test_a_worker_reports_prefixes_of_other_decode_workers_prompts(
     assert idle.engine.prefixes.changes("decode workers") == ([], []), "it has nothing to report"
 
 
+async def test_own_prompts_are_remembered_as_far_as_they_fit_the_workers_cache(
+    graph: WorkerGraph, frontend: FrontendStream
+) -> None:
+    await graph.prefill(**SLOW, num_gpu_blocks_override=64)
+    for first in range(1, 5):
+        await frontend.ask(list(range(1000 * first, 1000 * first + 500)))
+    prefixes = graph.decode._prefixes
+    assert len(prefixes._index) == len(prefixes._own["prefill-0"]) == 64
+
+
 class Preferred:
     """A prefill worker that has LONG cached and gets prompts, which a test answers; another computes prompts."""
 
