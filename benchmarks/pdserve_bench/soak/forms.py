@@ -5,6 +5,7 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
@@ -23,7 +24,7 @@ from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.graphs.without_serve import GraphWithoutServe, started_without_serve
 from pdserve_bench.hosts.network import Network, network
 from pdserve_bench.hosts.pods import Pod, pods_of, rendered, write_names
-from pdserve_bench.soak.usage import Part, parts_of_serve
+from pdserve_bench.soak.usage import Part, part_alone, parts_of_serve
 
 WORKERS = 2
 SIMULATED = simulated(
@@ -60,9 +61,10 @@ class SoakedGraph(ABC):
     def folders(self) -> dict[str, Path]:
         """Return folders of temporary files and shared memory by name."""
 
-    async def end(self, name: str, number: Signals, process: psutil.Process) -> None:
-        """End a part so that it starts again; on return it may not be ready yet."""
-        process.send_signal(number)
+    async def end(self, name: str, number: Signals, part: Part) -> None:
+        """End a part so that it starts again; on return it may not be ready yet. Managers send SIGTERM to the process
+        that they started, and the kernel kills the largest."""
+        (part.parent if part.parent and number == SIGTERM else part.process).send_signal(number)
 
 
 class _OneAddress(SoakedGraph):
@@ -90,11 +92,10 @@ class _Roles(_OneAddress):
         self._running = running
 
     def parts(self, instances: Iterable[Instance]) -> dict[str, Part]:
-        by_pid = {instance.pid: instance for instance in instances}
-        found = {}
+        instances, found = list(instances), {}
         for name, run in self._running.roles.items():
-            if instance := by_pid.get(run.process.pid):
-                found[name] = Part(psutil.Process(run.process.pid), instance)
+            if part := part_alone(run.process.pid, instances):
+                found[name] = part
         for server in self._running.servers:
             if server.child and server.child.running:
                 found[server.name] = Part(psutil.Process(server.child.pid), folder=server.data_dir)
@@ -117,14 +118,16 @@ class _Pods(SoakedGraph):
         return Endpoint(url, self.graph.model, key_headers(KEY))
 
     def parts(self, instances: Iterable[Instance]) -> dict[str, Part]:
-        by_host = {instance.host: instance for instance in instances}
+        by_host = defaultdict[str, list[Instance]](list)
+        for instance in instances:
+            by_host[instance.host].append(instance)
         found = {}
         for name, pod in self._pods.items():
             pid = pod.process.pid if pod.process else 0
-            instance = by_host.get(pod.host.address)
-            if pid and (instance or not pod.is_role):
-                folder = None if pod.is_role else Path(f"/proc/{pid}/root/srv")
-                found[name] = Part(psutil.Process(pid), instance, folder)
+            if pid and not pod.is_role:
+                found[name] = Part(psutil.Process(pid), folder=Path(f"/proc/{pid}/root/srv"))
+            elif part := part_alone(pid, by_host[pod.host.address]):
+                found[name] = part
         return found
 
     def folders(self) -> dict[str, Path]:
@@ -135,7 +138,7 @@ class _Pods(SoakedGraph):
         await asyncio.gather(*(pod.start(self._names) for pod in self._pods.values()))
         await asyncio.gather(*map(self._until_ready, self._pods))
 
-    async def end(self, name: str, number: Signals, process: psutil.Process) -> None:
+    async def end(self, name: str, number: Signals, part: Part) -> None:
         """By SIGTERM delete the pod of a role, whose successor has another address; else restart the container."""
         pod = self._pods[name]
         self._serving = [url for url in self._serving if url != _url(pod)]
@@ -146,7 +149,7 @@ class _Pods(SoakedGraph):
             await pod.start(self._names)
         else:
             assert pod.process
-            pod.process.signal(number)
+            await super().end(name, number, part)
             await pod.process.ended(STOP_WITHIN)
             pod.run()
         await self._until_ready(name)

@@ -22,7 +22,7 @@ from pdserve_bench.measure.trace import Trace
 from pdserve_bench.progress import say
 from pdserve_bench.soak.forms import FORMS, POLL_INTERVAL, READY_WITHIN, SoakedGraph, harm
 from pdserve_bench.soak.requests import MixedLoad
-from pdserve_bench.soak.usage import UsageSnapshot, early_and_late, leaks, measure_usage, nats_keeps
+from pdserve_bench.soak.usage import Part, UsageSnapshot, early_and_late, leaks, measure_usage, nats_keeps
 
 ROUND = 20.0
 """Seconds of traffic in a round."""
@@ -77,8 +77,6 @@ class SoakRounds:
     done: Counter[str] = field(default_factory=Counter)
     """Requests by how they ended, and restarts."""
     failures: list[str] = field(default_factory=list)
-    broken: bool = False
-    """A part did not come back, so the soak ended early."""
 
     @property
     def problems(self) -> list[str]:
@@ -105,8 +103,7 @@ async def soak_rounds(
     found = SoakRounds()
     async with FORMS[form](folder, say) as graph, GraphWatch() as watch:
         await watch.move(graph.graph)
-        first = graph.pick()
-        endpoint = await find_endpoint(first.url, first.model, first.headers)
+        endpoint = await _endpoint_of(graph)
         prompts = await learn_prompts(endpoint, seed)
         if trace:
             trace = replace(trace.within(endpoint.max_model_len), tokens_per_word=prompts.tokens_per_word)
@@ -114,11 +111,11 @@ async def soak_rounds(
         await watch.learn()
         end = time.monotonic() + 60 * minutes
         for number in count():
-            if time.monotonic() > end or found.broken:
+            if time.monotonic() > end:
                 break
             name, how = harm(number)
             what = f"round {number}, {how.name} of {name}"
-            run, mixed = LoadRun(), MixedLoad(graph.pick, LENGTHS, seed + number)
+            broken, run, mixed = False, LoadRun(), MixedLoad(graph.pick, LENGTHS, seed + number)
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(
@@ -128,7 +125,9 @@ async def soak_rounds(
                     group.create_task(restart(graph, watch, name, how))
             except* (PdserveError, psutil.Error) as errors:
                 found.failures += [f"{what}: {error}" for error in errors.exceptions]
-                found.broken = True
+                broken = True
+            if broken:
+                break
             left = await watch.leftovers(IDLE_WITHIN)
             found.add(what, run, mixed, left)
             found.done[f"restarts of {name} by {how.name}"] += 1
@@ -137,16 +136,34 @@ async def soak_rounds(
     return found
 
 
+async def _endpoint_of(graph: SoakedGraph) -> Endpoint:
+    """Wait until the model is listed: a frontend that is ready may still load it. Raises Unavailable."""
+    deadline = time.monotonic() + READY_WITHIN
+    while time.monotonic() < deadline:
+        first = graph.pick()
+        found = await find_endpoint(first.url, first.model, first.headers)
+        if found.max_model_len:
+            return found
+        await asyncio.sleep(POLL_INTERVAL)
+    raise Unavailable(f"no model is listed after {READY_WITHIN:g} s")
+
+
 async def restart(graph: SoakedGraph, watch: GraphWatch, name: str, how: Signals) -> None:
     """Raises Unavailable if the part does not come back."""
     await asyncio.sleep(RESTART_AFTER)
-    old = graph.parts(await watch.instances())[name]
-    await graph.end(name, how, old.process)
+    old = await _registered(graph, watch, name, None)
+    await graph.end(name, how, old)
+    await _registered(graph, watch, name, old.process)
+
+
+async def _registered(graph: SoakedGraph, watch: GraphWatch, name: str, old: psutil.Process | None) -> Part:
+    """Wait until a part runs in another process than `old`. Raises Unavailable."""
     deadline = time.monotonic() + READY_WITHIN
-    while (new := graph.parts(await watch.instances()).get(name)) is None or new.process == old.process:
+    while (part := graph.parts(await watch.instances()).get(name)) is None or part.process == old:
         if time.monotonic() > deadline:
-            raise Unavailable(f"{name} did not come back in {READY_WITHIN:g} s")
+            raise Unavailable(f"{name} is not registered after {READY_WITHIN:g} s")
         await asyncio.sleep(POLL_INTERVAL)
+    return part
 
 
 async def usage(graph: SoakedGraph, watch: GraphWatch) -> UsageSnapshot:

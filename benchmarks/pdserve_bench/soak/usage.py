@@ -55,6 +55,8 @@ class Part:
     """Of a role."""
     folder: Path | None = None
     """Where it writes files."""
+    parent: psutil.Process | None = None
+    """Of a role that runs alone: the small process that a manager started."""
 
 
 def parts_of_serve(
@@ -73,6 +75,24 @@ def parts_of_serve(
     return found
 
 
+def part_alone(started: int, instances: Iterable[Instance], folder: Path | None = None) -> Part | None:
+    """Return the role that a manager started as this process; None if it is not registered. Pids in `instances` are of
+    the role's own pid namespace."""
+    by_pid = {instance.pid: instance for instance in instances}
+    with suppress(psutil.Error, OSError):  # it has ended meanwhile
+        parent = psutil.Process(started)
+        for child in parent.children():
+            if instance := by_pid.get(_innermost_pid(child.pid)):
+                return Part(child, instance, folder, parent)
+    return None
+
+
+def _innermost_pid(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (pids,) = (line for line in lines if line.startswith("NSpid:"))
+    return int(pids.split()[-1])
+
+
 async def measure_usage(
     parts: Mapping[str, Part], stored: Mapping[str, int], folders: Mapping[str, Path] | None = None
 ) -> UsageSnapshot:
@@ -87,6 +107,8 @@ async def measure_usage(
                 more |= {"blocks": blocks.get(role.id, 0), "tasks": await _tasks(http, role)}
                 found |= {f"{name} {kind}": usage for kind, usage in _below(part.process)}
             found[name] = _of(part.process, **more)
+            if part.parent:
+                found[f"{name} parent"] = _of(part.parent)
     for name, folder in (folders or {}).items():
         count, size = _files_of(folder)
         found[name] = Usage(kept=count, disk=size)
