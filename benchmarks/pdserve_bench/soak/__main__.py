@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from pdserve.observe.tables import show, table
 from pdserve.registry import connect
 from pdserve.supervisor.state import GraphRecord
@@ -131,6 +133,8 @@ def _soak(args: argparse.Namespace, folder: Path) -> list[str]:
     if args.form:
         trace = read_trace(args.trace).shrunk(args.shrink) if args.trace else None
         rounds = asyncio.run(soak_rounds(args.form, args.minutes, trace, args.speed, args.seed, folder))
+        if args.json:
+            args.json.write_bytes(msgspec.json.encode(rounds))
         if rounds.samples:
             _show(*early_and_late(rounds.samples), rounds.done)
         return rounds.problems
@@ -151,6 +155,7 @@ def main() -> int:
     parser.add_argument("--form", choices=list(FORMS))
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="default: random requests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the samples of each round")
     parser.add_argument("--speed", type=float, default=1.0, help="as many times as fast as recorded")
     parser.add_argument("--shrink", type=int, default=16, help="divide the lengths of the trace by this")
     parser.add_argument("--seed", type=int, default=1)

@@ -147,6 +147,7 @@ class AdmissionControl:
 
     def advance(self) -> None:
         """Grant permits while the workers have capacity, and preempt sequences of clients that run too many."""
+        self._update_rate()
         made_for: Admission | None = None  # the paused sequence may be ahead of it in the queue
         while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
@@ -292,7 +293,8 @@ class AdmissionControl:
         return refusal
 
     def _update_rate(self) -> None:
-        self._rate.set_waiting(bool(self.queue), time.monotonic())
+        """Leave out the time without a worker, as at the start, which says nothing about the workers' speed."""
+        self._rate.set_waiting(bool(self.queue) and self._capacity().max_requests > 0, time.monotonic())
 
     # limits
 

@@ -478,3 +478,19 @@ def test_a_client_never_yields_its_only_slot() -> None:
     model.slots = 0
     model.control.yield_slots(8, dict.fromkeys(permits, False))
     assert clients(model) == "ffffgh"
+
+
+async def test_time_without_workers_does_not_count_as_a_slow_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first burst after a slow start is refused, because it would wait as long as the start took."""
+    clock, started = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + started)
+    model = Model(0)
+    early = model.ask("a")
+    started = 20.0
+    model.slots = 2
+    model.control.advance()
+    model.take(early)
+    model.take(model.ask("a"))
+    assert len(model.running) == 2
+    waiting = [model.ask("a") for _ in range(20)]
+    assert len(model.control) == len(waiting)
