@@ -4,6 +4,7 @@ three."""
 import asyncio
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +13,10 @@ import httpx
 import pytest
 from pdserve_bench.graphs.clusters import EtcdMember, Member, NatsMember, addresses, cluster
 
+from pdserve.config.env_overrides import VARIABLES
+from pdserve.config.load import load as load_config
+from pdserve.demo import FILE as DEMO
+from pdserve.install.engine_venv import LOCKS, PLATFORMS
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry
 from pdserve.security.credentials import Credentials, create
@@ -87,6 +92,45 @@ def test_the_files_that_docker_may_read_exist() -> None:
     assert all((root / name).exists() for name in let_in)
     arguments = set(re.findall(r"^ARG (\w+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE))
     assert arguments == {"BASE", "PLATFORM"}
+
+
+def test_the_image_has_a_base_by_digest_and_packages_by_the_lock() -> None:
+    text = (FOLDER / "Dockerfile").read_text().replace("\\\n", "")
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
+    (base,) = re.findall(r"^ARG BASE=(.*)$", text, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
+    installs = [part for part in re.split(r"&&|^RUN", text, flags=re.MULTILINE) if "pip install" in part]
+    assert len(installs) == 2
+    assert all(re.search(r"--constraint \S+/(cpu|\$\{PLATFORM\})\.txt", each) for each in installs)
+    assert "--no-deps --no-build-isolation" in text
+    ours = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    for platform in PLATFORMS:
+        locked = set(re.findall(r"^([\w.-]+)==", (LOCKS / f"{platform}.txt").read_text(), re.MULTILINE))
+        assert {re.split(r"[=<>]", each)[0] for each in ours} | {"setuptools"} <= locked
+
+
+@pytest.mark.parametrize("page", ["deploy/Dockerfile", "docs/deployment.md"])
+def test_docker_run_publishes_the_api(page: str) -> None:
+    """The command binds to all addresses of the container, with a key. Without one, it is refused."""
+    (command,) = re.findall(r"docker run (.* pdserve)$", (FOLDER.parent / page).read_text(), re.MULTILINE)
+    given = dict(each.split("=", 1) for each in re.findall(r"-e (\S+)", command))
+    config = load_config(DEMO, given)
+    assert config.frontend is not None
+    assert config.frontend.host == "0.0.0.0"
+    assert f"-p {config.frontend.port}:{config.frontend.port} " in command
+    with pytest.raises(ConfigError, match="which other machines reach, but the API has no keys"):
+        load_config(DEMO, given | {"PDSERVE_API_KEYS": ""})
+
+
+def test_pdserve_runs_from_a_published_image() -> None:
+    given = {"PDSERVE_IMAGE": "registry.example.com/pdserve:0.1.0", "PDSERVE_ALLOW": "no-keys,plain-http"}
+    for files in ((BASE,), (BASE, GPU)):
+        service = load(*files, **given)["services"]["pdserve"]
+        assert service["image"] == given["PDSERVE_IMAGE"]
+        assert load(*files)["services"]["pdserve"]["image"] == f"pdserve{':gpu' * (len(files) - 1)}"
+        assert service["environment"]["PDSERVE_ALLOW"] == given["PDSERVE_ALLOW"]
+        ours = {name for name in service["environment"] if name.startswith("PDSERVE_")}
+        assert ours <= {*VARIABLES, "PDSERVE_API_KEYS"}
 
 
 async def test_the_health_check_of_pdserve_asks_its_port_without_a_proxy(
