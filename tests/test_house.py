@@ -439,7 +439,7 @@ ROOMS = {
     "security": 300,
     "stream": 910,
     "supervisor": 2715,
-    "util": 385,
+    "util": 410,
 }
 """lines of each room of the package: its size of 2026-11-28 and 5 %, reviewed when a room passes its limit"""
 BESIDE = {"benchmarks": 13400, "tests": 42800, "tools": 2400}

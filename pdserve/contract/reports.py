@@ -3,7 +3,6 @@
 As in `messages.py`, records carry ages and durations, never times of day. None contains the text of a request.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +10,7 @@ from msgspec import Struct
 
 from pdserve.contract.messages import Hop, Load
 from pdserve.util.net import split_servers, strip_passwords
+from pdserve.util.ticks import tick
 
 DETOURS = ("fallback", "migration")
 """Hops without a duration: something failed, and the request continued in another way."""
@@ -217,4 +217,4 @@ class OutageTracker:
         """Check regularly, so that an outage is timed even if nothing reads `outages`."""
         while True:
             self.outages()
-            await asyncio.sleep(POLL_INTERVAL)
+            await tick(POLL_INTERVAL)

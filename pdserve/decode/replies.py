@@ -1,7 +1,6 @@
 """Sends a decode worker's messages to its frontends, and ends requests before their last output: cancelled, failed,
 past their deadline, or lost with their frontend or the engine."""
 
-import asyncio
 import logging
 import math
 import time
@@ -21,6 +20,7 @@ from pdserve.process.engine_checks import may_have_killed
 from pdserve.runtime.tasks import isolate_errors
 from pdserve.stream.tcp import TcpStreamServer
 from pdserve.util.errors import EngineDead, PeerGone, ProtocolError
+from pdserve.util.ticks import tick
 
 logger = logging.getLogger(__name__)
 
@@ -118,25 +118,28 @@ class Frontends:
     async def report_prefixes(self) -> None:
         """Send changes of the prefix cache to the frontends that follow it, for ever."""
         while True:
-            await asyncio.sleep(PREFIX_INTERVAL)
+            await self.requests.pause(PREFIX_INTERVAL)
             stored, gone = self.engine.prefixes.changes(FRONTENDS)
             if stored or gone:
                 for frontend in list(self._cache_followers):
                     with isolate_errors("prefixes"):
                         await self.send(frontend, self._prefixes(stored, gone))
 
-    async def report_load(self, get_load: Callable[[], Load]) -> None:
-        """Send the load to the frontends, and preempt requests, for ever. The load does not go through etcd, which
-        would send each step's change to every process."""
-        reported, due = Load(), 0.0
+    async def preempt(self, get_load: Callable[[], Load]) -> None:
+        """Ask frontends to pause requests for others that wait in the engine, for ever."""
         while True:
-            await asyncio.sleep(PREEMPT_INTERVAL)
-            largest, count = choose_preemption(self.requests.clients(), self.engine.usage.queued)
-            if count and largest in self._load_followers:
-                await self.send(largest, WorkerLoad(get_load(), count))
-            if time.monotonic() < due:
-                continue
-            due = time.monotonic() + LOAD_INTERVAL
+            await self.requests.pause(PREEMPT_INTERVAL)
+            if queued := self.engine.usage.queued:
+                largest, count = choose_preemption(self.requests.clients(), queued)
+                if count and largest in self._load_followers:
+                    await self.send(largest, WorkerLoad(get_load(), count))
+
+    async def report_load(self, get_load: Callable[[], Load]) -> None:
+        """Send the load to the frontends, for ever. The load does not go through etcd, which would send each step's
+        change to every process."""
+        reported = Load()
+        while True:
+            await self.requests.pause(LOAD_INTERVAL)
             if (load := get_load()) != reported:
                 reported = load
                 for frontend in list(self._load_followers):
@@ -192,7 +195,7 @@ class Frontends:
     async def watch_deadlines(self) -> None:
         """Fail requests past their deadline, and give up remote prefills that the queue lost; for ever."""
         while True:
-            await asyncio.sleep(1.0)
+            await tick(1.0)
             self.workers.give_up_lost()
             for request in self.requests:
                 if time.monotonic() >= request.deadline:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,7 +15,10 @@ from pdserve.decode.policy.decision import Decision
 from pdserve.kv.handles import source
 from pdserve.observe.tracing import Attributes, Tracer
 from pdserve.util.lru import LruDict
+from pdserve.util.ticks import tick, until_tick
 
+IDLE_INTERVAL = 2.0
+"""Seconds between two checks of a worker without requests."""
 _REMEMBERED = 50_000
 """Newest request ids that are never accepted again."""
 
@@ -171,6 +175,7 @@ class DecodeRequests:
         self._recent: LruDict[None] = LruDict(_REMEMBERED)
         self._empty = asyncio.Event()
         self._empty.set()
+        self._added = asyncio.Event()
 
     def add(self, frontend: str, submit: Submit, warm_up_with: str = "") -> DecodeRequest | None:
         """Return None if the id was used before."""
@@ -182,6 +187,7 @@ class DecodeRequests:
             frontend, submit, prefiller=warm_up_with, warm_up_with=warm_up_with, engines_died=died
         )
         self._live[submit.request_id] = request
+        self._added.set()
         if not warm_up_with:
             self._empty.clear()
         return request
@@ -192,6 +198,8 @@ class DecodeRequests:
     def drop(self, request: DecodeRequest) -> None:
         if self._live.pop(request.id, None) and request.submit.traceparent:
             self._trace(request)
+        if not self._live:
+            self._added.clear()
         request.over.set()
         request.computed.set()
         if all(left.warm_up_with for left in self._live.values()):
@@ -246,6 +254,15 @@ class DecodeRequests:
             for request in self._live.values()
             if request.phase is Phase.RUNNING or request.local_tokens
         ]
+
+    async def pause(self, interval: float) -> None:
+        """Sleep until the next tick. Without a request first wait for one, up to `IDLE_INTERVAL`, because nothing
+        changes."""
+        if not self._live:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(until_tick(IDLE_INTERVAL)):
+                    await self._added.wait()
+        await tick(interval)
 
     async def empty(self) -> None:
         """Wait until no request of a frontend is left."""

@@ -122,6 +122,7 @@ class DecodeWorker(EngineWorker):
             "messages of frontends": self._read_frontends,
             "deadlines": self._frontends.watch_deadlines,
             "load": partial(self._frontends.report_load, self.load),
+            "preemption": partial(self._frontends.preempt, self.load),
             "prefixes": self._frontends.report_prefixes,
             "prefill answers": self._answers.read,
             "registry changes": self._follow_registry,

@@ -18,6 +18,7 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import isolate_errors
 from pdserve.util.errors import QueueUnavailable
+from pdserve.util.ticks import tick
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class AnswerSender:
     async def repeat(self) -> None:
         """Repeat answers whose KV was not read, for ever."""
         while True:
-            await asyncio.sleep(POLL_INTERVAL)
+            await tick(POLL_INTERVAL)
             for decode, answer in self.to_repeat():
                 logger.info(
                     "request %s: its KV was not read yet; repeating the answer to %s",

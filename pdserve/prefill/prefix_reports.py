@@ -12,6 +12,7 @@ from pdserve.engine.base import Engine
 from pdserve.prefill.answer_sender import unless_away
 from pdserve.queue.base import PrefillQueue
 from pdserve.runtime.tasks import isolate_errors
+from pdserve.util.ticks import tick
 
 DECODE_WORKERS = "decode workers"
 """Name of the decode workers together as a follower of the prefix cache."""
@@ -20,6 +21,8 @@ INTERVAL = 0.25
 MAX_DELIVERIES = 100
 """Deliveries a second of one worker's reports, which all decode workers get: with more than `MAX_DELIVERIES * INTERVAL`
 of them, reports are less frequent."""
+IDLE_INTERVAL = 1.0
+"""Seconds between two checks for prefix hits while nothing is reported."""
 WHOLE_INTERVAL = 30.0
 """Seconds after which a report has the whole cache, because reports get lost."""
 SHARED_FOR = 60.0
@@ -41,6 +44,8 @@ class PrefixReports:
         known: set[str] = set()
         whole_at = 0.0
         while True:
+            if time.monotonic() > self.last_hit + SHARED_FOR:
+                await tick(IDLE_INTERVAL)
             readers = self.readers()
             await asyncio.sleep(max(INTERVAL, len(readers) / MAX_DELIVERIES))
             now, prefixes = time.monotonic(), self.engine.prefixes

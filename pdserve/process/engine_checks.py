@@ -19,6 +19,7 @@ from pdserve.plan.machine import gpus_compute
 from pdserve.plan.plan import worker_memory
 from pdserve.plan.slots import Slot
 from pdserve.util.errors import EngineDead
+from pdserve.util.ticks import tick
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class EngineWatch:
     async def run(self) -> None:
         """Probe the engine; raises EngineDead when it hangs or is dead."""
         while True:
-            await asyncio.sleep(PROBE_INTERVAL)
+            await tick(PROBE_INTERVAL)
             await self._probe()
 
     async def _probe(self) -> None:

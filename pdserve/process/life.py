@@ -26,6 +26,7 @@ from pdserve.process.signals import DRAINS, ENGINE_KILLED, SERVES, STARTS, STOPP
 from pdserve.runtime.tasks import TaskOwner, Work, forever, process_owner
 from pdserve.security.credentials import Credentials, valid_until
 from pdserve.util.errors import ConfigError, EngineDead, PdserveError, find_engine_death, leaf_errors
+from pdserve.util.ticks import tick
 
 logger = logging.getLogger(__name__)
 Beat = Callable[[bytes], None]
@@ -209,7 +210,7 @@ async def send_heartbeats(service: Service, beat: Beat) -> None:
     while True:
         if not service.fault:
             beat(DRAINS if service.draining else STARTS if service.unready() else SERVES)
-        await asyncio.sleep(BEAT)
+        await tick(BEAT)
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:

@@ -33,6 +33,7 @@ from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.util import clock
 from pdserve.util.errors import RegistryUnavailable
+from pdserve.util.ticks import until_tick
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +253,7 @@ class Presence:
         await self.announced.wait()
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(INTERVAL):
+                async with asyncio.timeout(until_tick(INTERVAL)):
                     await self.changed.wait()
             self.changed.clear()
             before = self.instance

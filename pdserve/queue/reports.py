@@ -5,6 +5,8 @@ changes their decisions, so a report is sent `INTERVAL` after a pull, and only i
 then not what they expect. What is done within that time is never reported, so that an unloaded graph sends no reports,
 and a loaded one at most `MAX_RATE` a second. See docs/decisions/0126-reports-at-a-bounded-rate.md."""
 
+from msgspec.structs import replace
+
 from pdserve.contract.messages import PrefillLoad, QueueState
 from pdserve.util.lru import LruDict
 
@@ -31,24 +33,37 @@ class StateReports:
     def __init__(self) -> None:
         self._queue, self._queue_at = QueueState(0, 0), 0.0
         """The newest reported state of the queue, and when it was reported."""
-        self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(MAX_WORKERS)
-        """By prefill worker: the load and time of its last report."""
+        self._last: LruDict[tuple[QueueState, float]] = LruDict(MAX_WORKERS)
+        """By prefill worker: its last report, and when."""
+        self._asking: LruDict[float] = LruDict(MAX_WORKERS)
+        """By decode worker: when this worker last pulled a prompt of it."""
 
     def reported(self, state: QueueState, now: float) -> None:
         """Record a broadcast of any prefill worker, this one included."""
         if state.delivered_seq >= self._queue.delivered_seq:
             self._queue, self._queue_at = state, now
         if state.worker:
-            self._loads[state.worker] = state.load, now
+            self._last[state.worker] = state, now
+
+    def pulled(self, decode: str, now: float) -> None:
+        """Record a pull of a prompt of this decode worker."""
+        self._asking[decode] = now
 
     def interval(self, now: float) -> float:
         """Seconds between two reports of a worker."""
-        active = sum(at > now - ACTIVE for _, at in self._loads.values())
+        active = sum(at > now - ACTIVE for _, at in self._last.values())
         return max(INTERVAL, active / MAX_RATE)
 
-    def is_due(self, state: QueueState, now: float) -> bool:
-        """Whether decode workers need `state`, which is this worker's own."""
-        return self._queue_moved(state, now) or self._load_changed(state, now)
+    def next(self, state: QueueState, now: float) -> QueueState | None:
+        """Return the report of `state`, which is this worker's own after a pull; None if decode workers do not need it.
+        If several decode workers send it prompts, it will have pulled other ones' before its next report. So half the
+        interval is added to its work: decode workers subtract the time since a report, and are then right on
+        average."""
+        load, asking = state.load, sum(at > now - ACTIVE for at in self._asking.values())
+        if load.tokens and load.token_seconds and asking > 1:
+            more = self.interval(now) / 2 * (1 - 1 / asking)
+            state = replace(state, load=replace(load, tokens=load.tokens + int(more / load.token_seconds)))
+        return state if self._queue_moved(state, now) or self._load_changed(state, now) else None
 
     def _queue_moved(self, state: QueueState, now: float) -> bool:
         """Whether prompts were waiting or are, unless another worker has just reported the queue."""
@@ -56,7 +71,7 @@ class StateReports:
         return bool(moved) and now - self._queue_at >= INTERVAL
 
     def _load_changed(self, state: QueueState, now: float) -> bool:
-        load, at = self._loads.get(state.worker, (PrefillLoad(), 0.0))
-        if abs(backlog(state.load, 0.0) - backlog(load, now - at)) > BACKLOG_ERROR:
+        last, at = self._last.get(state.worker, (QueueState(0, 0), 0.0))
+        if abs(backlog(state.load, 0.0) - backlog(last.load, now - at)) > BACKLOG_ERROR:
             return True
-        return abs(state.load.token_seconds - load.token_seconds) > SPEED_ERROR * load.token_seconds
+        return abs(state.load.token_seconds - last.load.token_seconds) > SPEED_ERROR * last.load.token_seconds

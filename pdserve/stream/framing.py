@@ -19,6 +19,7 @@ from zlib import crc32
 
 from pdserve.stream.tls import Tls
 from pdserve.util.errors import ProtocolError
+from pdserve.util.ticks import tick
 
 MAX_MESSAGE = 64 << 20
 """Largest message in bytes. A larger one could not cross a slow link before the connection is cut."""
@@ -265,5 +266,5 @@ async def beats() -> AsyncIterator[bool]:
     """Yield every second whether this process has stalled since the last yield."""
     while True:
         before = time.monotonic()
-        await asyncio.sleep(HEARTBEAT_INTERVAL)
+        await tick(HEARTBEAT_INTERVAL)
         yield time.monotonic() - before > 2 * HEARTBEAT_INTERVAL

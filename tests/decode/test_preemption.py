@@ -1,10 +1,14 @@
-"""Which frontend a decode worker asks to preempt requests, and how many."""
+"""Which frontend a decode worker asks to preempt requests, and how many; and how often it checks."""
+
+import asyncio
 
 import pytest
 
 from pdserve.contract.messages import Submit
 from pdserve.decode.replies import choose_preemption
-from pdserve.decode.requests import DecodeRequest, Phase
+from pdserve.decode.requests import DecodeRequest, DecodeRequests, Phase
+from pdserve.observe.tracing import Tracer
+from tests.conditions import holds
 
 
 def running(text: str) -> list[DecodeRequest]:
@@ -42,3 +46,18 @@ def running(text: str) -> list[DecodeRequest]:
 )
 def test_choose_preemption(inside: str, queued: int, expected: tuple[str, int]) -> None:
     assert choose_preemption(running(inside), queued) == expected
+
+
+async def test_an_idle_worker_pauses_until_it_gets_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.decode.requests.IDLE_INTERVAL", 3600.0)
+    requests = DecodeRequests(Tracer())
+    pausing = asyncio.create_task(requests.pause(0.01))
+    await holds(lambda: not pausing.done())
+    added = requests.add("frontend", Submit("r", [1], 60.0, []))
+    await asyncio.wait_for(pausing, 5.0)
+    await asyncio.wait_for(requests.pause(0.01), 5.0)
+    assert added is not None
+    requests.drop(added)
+    pausing = asyncio.create_task(requests.pause(0.01))
+    await holds(lambda: not pausing.done())
+    pausing.cancel()

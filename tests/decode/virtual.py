@@ -14,17 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from pdserve.config.schema import DecodeSection
-from pdserve.contract.messages import KvHandle, PrefillDone, PrefillLoad
+from pdserve.contract.messages import KvHandle, PrefillDone, PrefillLoad, QueueState
 from pdserve.contract.slo import SloTargets as Pacing
 from pdserve.decode.policy.decision import Decision, decide
-from pdserve.decode.remote.publisher import PromptPublisher
+from pdserve.decode.remote.publisher import POLL_INTERVAL, PromptPublisher
 from pdserve.decode.scheduling.prefill_times import Estimator
 from pdserve.engine.sim.model import SimModel
 from pdserve.kv.prefill_chunk import MAX_SHORT_STEPS
 from pdserve.plan.plan import DECODE_CHUNK
 from pdserve.prefill.pull_policy import FEW_PROMPTS, STEPS_AHEAD
 from pdserve.process.learned import PrefillSpeed
+from pdserve.queue.depth import QueueDepth
 from pdserve.queue.prompt_queue import PromptQueue
+from pdserve.queue.reports import StateReports
 from tests.frontend.sequence.test_pacing import left, longest
 
 SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00015)
@@ -74,6 +76,7 @@ class VirtualRequest:
     outcome: Any = None
     times: list[float] = field(default_factory=list)
     published: bool = False
+    sequence: int = 0
     missed_slo: bool = False
 
     @property
@@ -179,6 +182,32 @@ class VirtualEngine:
         raise NotImplementedError
 
 
+class KnownQueue:
+    """What a decode worker knows of the queue and the prefill workers."""
+
+    connected = True
+
+    def __init__(self, graph: "VirtualGraph") -> None:
+        self.graph, self.known = graph, QueueDepth()
+        self.loads: dict[str, tuple[PrefillLoad, float]] = {}
+        self.own_pulls: dict[str, int] = {}
+
+    @property
+    def stored(self) -> int:
+        return self.known.value
+
+    @property
+    def depth(self) -> int:
+        return self.stored + sum(worker.turns._held.regular for worker in self.graph.decode)
+
+    def hold(self, requests: int) -> None:
+        """Nothing to report: `depth` asks the decode workers."""
+
+    def learn(self, state: QueueState) -> None:
+        self.known = self.known.reported(state)
+        self.loads[state.worker] = state.load, self.graph.now
+
+
 class VirtualDecode(VirtualEngine):
     def __init__(self, graph: "VirtualGraph", chunk: int) -> None:
         super().__init__(graph, chunk)
@@ -188,8 +217,9 @@ class VirtualDecode(VirtualEngine):
         available = [SimpleNamespace(id=name) for name in self.workers]
         workers = SimpleNamespace(available=lambda: available)
         clock = lambda: graph.now  # noqa: E731
-        self.estimator = Estimator(self, graph, workers, clock, chunk, lambda: BLOCK)  # type: ignore[arg-type]
-        self.turns = PromptPublisher(graph, workers, clock)  # type: ignore[arg-type]
+        self.queue = queue = KnownQueue(graph)
+        self.estimator = Estimator(self, queue, workers, clock, chunk, lambda: BLOCK)  # type: ignore[arg-type]
+        self.turns = PromptPublisher(queue, workers, clock)  # type: ignore[arg-type]
 
     @property
     def chunk(self) -> int:
@@ -205,7 +235,7 @@ class VirtualDecode(VirtualEngine):
     def submit(self, request: VirtualRequest) -> None:
         self.live.append(request)
         estimates = self.estimator.of(request, request.prompt, request.prompt, self.workers)  # type: ignore[arg-type]
-        args = request.prompt, 0, self.graph.depth, len(self.graph.prefill), True, self.graph.settings
+        args = request.prompt, 0, self.queue.depth, len(self.graph.prefill), True, self.graph.settings
         request.decision = decide(*args, estimates=estimates)
         if request.decision.mode == "local":
             request.local_tokens = request.prompt
@@ -255,6 +285,8 @@ class VirtualPrefill(VirtualEngine):
         super().__init__(graph)
         self.id = f"prefill-{number}"
         self._speed = PrefillSpeed()
+        self._reports, self._sequence, self._pending = StateReports(), 0, 0
+        self._reporting = False
 
     @property
     def _below(self) -> int:
@@ -265,12 +297,40 @@ class VirtualPrefill(VirtualEngine):
             self._take(self.graph.queue.pop(0))
 
     def _take(self, request: VirtualRequest) -> None:
-        tokens = sum(each.prompt for each in [*self.requests, request])
-        load = PrefillLoad(tokens, self._speed.token_seconds.value or 0.0)
-        self.graph.loads[self.id] = load, self.graph.now
         request.prefiller, request.pulled = self.id, self.graph.now
+        if request.sequence:  # else it was sent to this worker
+            self._sequence, self._pending = request.sequence, len(self.graph.queue)
+            request.decode.queue.own_pulls[self.id] = self._sequence
+        self._reports.pulled(str(id(request.decode)), self.graph.now)
+        self.requests.append(request)
+        for decode in self.graph.decode if self.graph.broadcasts else [request.decode]:
+            decode.queue.learn(self._state())
         self.graph.after(PUBLISH, request.decode.turns.publish_next)  # `PrefillStarted`
-        self.add(request)
+        if not self._reporting:
+            self._reporting = True
+            self.graph.after(self._reports.interval(self.graph.now), self._report)
+        self.go_on()
+
+    @property
+    def _tokens(self) -> int:
+        return sum(each.prompt for each in self.requests)
+
+    def _state(self) -> QueueState:
+        load = PrefillLoad(self._tokens, self._speed.token_seconds.value or 0.0)
+        return QueueState(self._sequence, self._pending, self.id, load)
+
+    def _report(self) -> None:
+        """As `JetStreamQueue` does."""
+        state, now = self._state(), self.graph.now
+        if report := self._reports.next(state, now):
+            self.graph.reports += 1
+            for decode in self.graph.decode:
+                if decode.queue.own_pulls.get(self.id) != report.delivered_seq:
+                    decode.queue.learn(report)
+                self.graph.after(POLL_INTERVAL, decode.turns.publish_next)
+            for worker in self.graph.prefill:
+                worker._reports.reported(report, now)
+        self._reporting = False
 
     def token(self, request: VirtualRequest) -> None:
         self.requests.remove(request)
@@ -294,13 +354,13 @@ class VirtualGraph:
         promised: Promised = NO_PROMISE,
         slow: tuple[float, float] = (1.0, 1.0),
         one_core: bool = False,
+        broadcasts: bool = False,
     ) -> None:
-        """Without `turns` each prompt is published at once. `slow`: factors of the step times of decode and
-        prefill workers. `one_core`: all share one core."""
+        """With `broadcasts` each pull is reported to all decode workers. Without `turns` each prompt is published at
+        once. `slow`: factors of the step times of decode and prefill workers. `one_core`: all share one core."""
         self.settings, self.random, self.now = settings, Random(seed), 0.0
         self.queue: list[VirtualRequest] = []
-        self.loads: dict[str, tuple[PrefillLoad, float]] = {}
-        self.connected = True
+        self.broadcasts, self.reports, self.last = broadcasts, 0, 0
         self.turns, self.promised, self.one_core = turns, promised, one_core
         self.prefill = [VirtualPrefill(self, number) for number in range(prefill)]
         self.decode = [VirtualDecode(self, DECODE_CHUNK) for _ in range(decode)]
@@ -314,17 +374,6 @@ class VirtualGraph:
         self._numbers = itertools.count()
 
     @property
-    def stored(self) -> int:
-        return len(self.queue)
-
-    @property
-    def depth(self) -> int:
-        return self.stored + sum(worker.turns._held.regular for worker in self.decode)
-
-    def hold(self, requests: int) -> None:
-        """Nothing to report: `depth` asks the decode workers."""
-
-    @property
     def sharing(self) -> int:
         """Number of engines that share a core now."""
         return sum(bool(each.requests) for each in (*self.prefill, *self.decode)) if self.one_core else 1
@@ -336,6 +385,8 @@ class VirtualGraph:
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
 
     def publish(self, request: VirtualRequest) -> None:
+        self.last = request.sequence = self.last + 1
+        request.decode.queue.known = request.decode.queue.known.published(self.last)
         self.queue.append(request)
         for worker in self.random.sample(self.prefill, len(self.prefill)):
             worker.pull()

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from pdserve.contract.messages import PrefillDone, PrefillLoad
+from pdserve.contract.messages import PrefillDone
 from pdserve.decode.policy.decision import PREFIX, decide
 from pdserve.decode.remote.client import BEGIN_GRACE
 from tests.decode.virtual import (
@@ -88,15 +88,9 @@ class PrefixPrefill(VirtualPrefill):
 
     def _take(self, request: VirtualRequest) -> None:
         assert isinstance(request, PrefixRequest)
-        request.prefiller, request.pulled = self.id, self.graph.now
         request.hit = request.computed = self.cache.hit(request)
         self.cache.add(request)
-        load = PrefillLoad(
-            self._tokens + request.prompt - request.hit, self._speed.token_seconds.value or 0.0
-        )
-        self.graph.loads[self.id] = load, self.graph.now
-        self.graph.after(PUBLISH, request.decode.turns.publish_next)
-        self.add(request)
+        super()._take(request)
 
     def token(self, request: VirtualRequest) -> None:
         assert isinstance(request, PrefixRequest)
@@ -117,7 +111,7 @@ class PrefixDecode(VirtualDecode):
         cached = {each.id: hit for each in graph.workers if (hit := each.cache.hit(request))}
         known = cached if graph.by_prefix else {}
         estimates = self.estimator.of(request, request.prompt, request.prompt, self.workers, known)  # type: ignore[arg-type]
-        args = request.prompt, 0, graph.depth, len(graph.prefill), True, graph.settings
+        args = request.prompt, 0, self.queue.depth, len(graph.prefill), True, graph.settings
         request.decision = decide(*args, estimates=estimates)
         request.asked = graph.now
         if request.decision.mode == "local":

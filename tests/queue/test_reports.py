@@ -34,9 +34,9 @@ def state(
         ([(state(5, pending=4), 0)], state(9), True),  # the queue is empty again
         ([(state(5, pending=4), 0)], state(5, pending=4), False),  # no pull since
         ([(state(5, pending=4), 9.95)], state(9, pending=1), False),  # just reported, here by the same worker
-        ([(state(1), 0)], state(9, tokens=400), False),  # 40 ms of work
-        ([(state(1), 0)], state(9, tokens=600), True),
-        ([(state(1, tokens=3000), 9.8)], state(9, tokens=1000), False),  # 0.2 s later, as expected
+        ([(state(9), 0)], state(9, tokens=400), False),  # 40 ms of work
+        ([(state(9), 0)], state(9, tokens=600), True),
+        ([(state(9, tokens=3000), 9.8)], state(9, tokens=1000), False),  # 0.2 s later, as expected
         ([(state(1, tokens=3000), 9.8)], state(9), True),  # done sooner
         ([(state(1, tokens=3000), 9.8)], state(9, tokens=3000), True),
         ([(state(1, token=0.0), 0)], state(9), True),  # the first measured speed
@@ -56,7 +56,15 @@ def test_only_what_others_do_not_expect_is_reported(
     reports = StateReports()
     for each, at in reported:
         reports.reported(each, at)
-    assert reports.is_due(now, 10.0) is due
+    assert (reports.next(now, 10.0) is not None) is due
+
+
+def test_what_a_busy_worker_will_pull_before_its_next_report_counts_by_half() -> None:
+    reports = StateReports()
+    reports.pulled("decode-0", 9.0)
+    assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000), "the only one knows"
+    reports.pulled("decode-1", 9.0)
+    assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000 + round(INTERVAL / 4 / TOKEN))
 
 
 @pytest.mark.parametrize(("workers", "rate"), [(1, 1 / INTERVAL), (4, 4 / INTERVAL), (500, MAX_RATE)])
@@ -127,8 +135,7 @@ async def test_a_backlog_is_reported_to_all_at_a_bounded_rate(
     await until(lambda: "prefill-0" in other.loads)
     assert other.loads["prefill-0"][0] == PrefillLoad(5000, TOKEN)
     assert other.depth == 0
-    worker.load = PrefillLoad(0, TOKEN)
-    await until(lambda: other.loads["prefill-0"][0].tokens == 0)
+    await asyncio.sleep(3 * INTERVAL)
     assert len(broadcasts[1]) < 10
 
 

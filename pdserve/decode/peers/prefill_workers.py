@@ -20,6 +20,7 @@ from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
 from pdserve.registry.view import RegistryView
 from pdserve.util.errors import QueueUnavailable
+from pdserve.util.ticks import tick
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class PrefillWorkers:
         """While requests wait for prefill workers, check with NATS whether the workers are still connected; for ever.
         The registry shows a lost worker only when its lease ends."""
         while True:
-            await asyncio.sleep(POLL_INTERVAL)
+            await (tick if self._unheard else self.requests.pause)(POLL_INTERVAL)
             workers = [worker.id for worker in self.registered()]
             for gone in self._unheard.keys() - set(workers):
                 del self._unheard[gone]

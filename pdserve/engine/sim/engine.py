@@ -26,6 +26,7 @@ from pdserve.kv.read_ahead.blocks import MIN_PIECE_BYTES
 from pdserve.runtime.tasks import TaskOwner
 from pdserve.util.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.util.lru import LruDict
+from pdserve.util.ticks import tick
 
 _MAX_CATCH_UP = 0.005
 """Most seconds by which a step is shortened if the one before ended late, because timers are coarse."""
@@ -172,7 +173,7 @@ class SimEngine(SimAdapters, Engine):
     async def watch(self) -> None:
         while True:
             self._check_alive()
-            await asyncio.sleep(0.5)
+            await tick(0.5)
 
     async def probe(self) -> None:
         async with self._stepping:

@@ -32,6 +32,7 @@ from pdserve.queue.jetstream.client import (
 from pdserve.runtime.tasks import Lifetime, TaskOwner
 from pdserve.util.errors import ConfigError, ProtocolError, QueueUnavailable
 from pdserve.util.net import split_servers, strip_passwords
+from pdserve.util.ticks import until_tick
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -255,7 +256,9 @@ async def _until_lost(client: Client, lost: "asyncio.Future[None]") -> None:
     """Return when the client is closed, its reading task has ended, or the server does not answer a ping."""
     while not lost.done() and client._reading_task is not None and not client._reading_task.done():
         await asyncio.wait(
-            {lost, client._reading_task}, timeout=PING_INTERVAL, return_when=asyncio.FIRST_COMPLETED
+            {lost, client._reading_task},
+            timeout=until_tick(PING_INTERVAL),
+            return_when=asyncio.FIRST_COMPLETED,
         )
         if not lost.done():
             try:

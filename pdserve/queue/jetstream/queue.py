@@ -58,6 +58,7 @@ from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ProtocolError, QueueUnavailable
 from pdserve.util.lru import LruDict
 from pdserve.util.net import split_servers
+from pdserve.util.ticks import tick
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +88,11 @@ class JetStreamQueue(PrefillQueue):
         self._depth = QueueDepth()
         self._held = HeldCounts(self._connection)
         self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(MAX_WORKERS)
+        self._own_pulls: LruDict[int] = LruDict(MAX_WORKERS)
+        """by prefill worker: sequence of this process's request that it pulled last"""
         self._reports = StateReports()
         self._pulled = asyncio.Event()
-        """set from a pull until the engine has finished its prompts"""
+        """set by a pull that is not reported yet"""
         self._last_pull: tuple[QueueState, Puller | None] = QueueState(0, 0), None
         """the state after this process's last pull, and the puller"""
         self._created: datetime | None = None
@@ -162,6 +165,8 @@ class JetStreamQueue(PrefillQueue):
             logger.warning("skipped a queue state: %s", error)
             return
         self._reports.reported(state, time.monotonic())
+        if self._own_pulls.get(state.worker) == state.delivered_seq:
+            state = msgspec.structs.replace(state, worker="")  # the answer was more precise
         self._learn(state)
 
     def _learn(self, state: QueueState) -> None:
@@ -184,7 +189,7 @@ class JetStreamQueue(PrefillQueue):
         """Ask the server for the depth while no prefill worker reports it, because requests that the server dropped are
         never reported. Also repeat acks, and restore the stream's configuration."""
         while True:
-            await asyncio.sleep(self._limits.resync)
+            await tick(self._limits.resync)
             if not self.connected:
                 continue
             try:
@@ -220,6 +225,7 @@ class JetStreamQueue(PrefillQueue):
     def _decode_answer(self, data: bytes) -> PrefillAnswer:
         answer: PrefillAnswer = decode_prefill_answer(data)
         if isinstance(answer, PrefillStarted) and answer.state is not None:
+            self._own_pulls[answer.state.worker] = answer.state.delivered_seq
             self._learn(answer.state)
         return answer
 
@@ -303,6 +309,7 @@ class JetStreamQueue(PrefillQueue):
         self._pulled.set()
         for delivery in deliveries:
             delivery.state = state
+            self._reports.pulled(delivery.request.decode, self._synced_at)
         if len(deliveries) < len(messages) or not all(each.request.reads_state for each in deliveries):
             await self._connection.publish(self._names.state, encode(state))
 
@@ -315,15 +322,14 @@ class JetStreamQueue(PrefillQueue):
         """Broadcast this worker's state where other decode workers need it, for ever."""
         while True:
             await self._pulled.wait()
+            self._pulled.clear()
             await asyncio.sleep(self._reports.interval(time.monotonic()))
             state, worker = self._last_pull
             if worker is not None:
                 state = msgspec.structs.replace(state, load=worker.load())
-            if self._reports.is_due(state, time.monotonic()):
+            if report := self._reports.next(state, time.monotonic()):
                 with suppress(QueueUnavailable):
-                    await self._connection.publish(self._names.state, encode(state))
-            elif not state.load.tokens:
-                self._pulled.clear()
+                    await self._connection.publish(self._names.state, encode(report))
 
     async def _accept(self, message: Msg) -> Delivery | None:
         """Return the delivery; None if the request needs no prefill any more."""

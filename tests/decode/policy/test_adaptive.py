@@ -85,3 +85,18 @@ def test_a_prefill_worker_that_stops_answering_gets_few_more_prompts() -> None:
     assert lost == []
     waiting = [request for request in graph.decode[0].live if request.remote_tokens]
     assert 1 <= len(waiting) <= 6
+
+
+@pytest.mark.parametrize("rate", [44, 144])
+def test_reports_at_a_bounded_rate_are_about_as_good_as_a_broadcast_of_each_pull(rate: int) -> None:
+    """With eight decode workers, and two prefill workers or eight."""
+    found, reports = [], []
+    for broadcasts in (True, False):
+        graph = VirtualGraph(ADAPTIVE, prefill=2 if rate == 44 else 8, decode=8, broadcasts=broadcasts)
+        found.append(Figures.of(graph.poisson(rate, 12)))
+        reports.append(graph.reports / len(graph.done))
+    exact, reported = found
+    assert reported.ttft50 < 1.05 * exact.ttft50
+    assert reported.ttft99 < 1.4 * exact.ttft99
+    assert reported.local == pytest.approx(exact.local, abs=0.06)
+    assert reports[1] < 0.35
