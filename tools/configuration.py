@@ -3,6 +3,7 @@
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,18 +18,19 @@ _HEAD = """\
 # Configuration
 
 Every key of every section of the YAML (generated from the schema by `python -m tools.configuration`).
-`snake_case` and `kebab-case` mean the same. A mistake is reported with its line and what to do, also an
-argument of vLLM that would have no effect, or that pdserve sets itself.
+`snake_case` and `kebab-case` mean the same. A mistake is reported with its line and what to do.
 
 `Common` has no keys of its own: each key in it applies to the sections whose `common-configs` lists it."""
 _NOTES = {
     "Processor": "Here also: arguments of vLLM's OpenAI server that shape answers, such as chat templates and parsers.",
     "VllmWorker": "Here also: `model` (`demo`, a folder, relative to the file or absolute, or a hub id) and\n"
-    "any argument of vLLM's engine, without its dashes, checked against vLLM's own list.",
+    "any argument of vLLM's engine, without its dashes.",
     "PrefillWorker": "Here also: VllmWorker's arguments of vLLM, except those that shape answers.",
     "Slo": "[What the promise does](slo.md).",
     "Security": "A file that opens anything to other machines unprotected is refused, unless `allow` names it.",
 }
+_SHORT = re.compile("^an? |number of (?=seconds)")
+"""what the column of types leaves out of `must_be`"""
 _ENVIRONMENT = """
 ## Environment
 
@@ -47,7 +49,7 @@ def _keys(section: str, kind: type) -> Iterator[str]:
     attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
     texts = _docstrings(kind)
     for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):
-        must, meaning = must_be(rule).removeprefix("a ").removeprefix("an "), texts[attribute]
+        must, meaning = _SHORT.sub("", must_be(rule)).replace("whole number", "integer"), texts[attribute]
         unit, _, rest = meaning.partition("; ")
         unit, meaning = (unit, rest) if rest and " " not in unit else ("", meaning)
         meaning, _, otherwise = meaning.partition("; not set: ")

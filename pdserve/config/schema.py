@@ -156,7 +156,7 @@ class AdmissionLimits(Section):
     max_waiting_tokens: OneOrMore = 1_000_000
     """tokens; a request is refused while the waiting prompts and their outputs have about this many"""
     max_outputs: OneOrMore = 128
-    """outputs; most outputs of one request: n times its prompts"""
+    """outputs; most of one request: n times its prompts"""
 
 
 @dataclass(frozen=True)
@@ -164,16 +164,15 @@ class FrontendProcesses(Section):
     """Keys of both Frontend and Processor, which are one process."""
 
     processes: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
-    """frontend processes, which share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
+    """frontend processes, which share the port: the larger of Frontend's and Processor's counts"""
     gpu: Annotated[Zero, Field(validation_alias="ServiceArgs.resources.gpu")] = 0
-    """a frontend needs no GPU; accepted because Dynamo's files set it"""
+    """accepted because Dynamo's files set it"""
 
 
 @dataclass(frozen=True)
 class RouterChoice(Section):
     router: RouterPolicy = "round-robin"
-    """how a decode worker is chosen: in turn; by its outstanding tokens relative to its KV cache; or by these and the
-    prompt's prefix hit"""
+    """[how](frontend.md#models) a decode worker is chosen"""
 
 
 @dataclass(frozen=True)
@@ -194,8 +193,7 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     write_timeout: Seconds = 30.0
     """seconds; a request is ended if its client reads nothing for this long"""
     max_connections: OneOrMore = 8192
-    """connections; most open connections of a frontend process, at most its file descriptors less 256; more are
-    closed"""
+    """connections; most of a frontend process, at most its file descriptors less 256; more are closed"""
     allowed_origins: Origins = ()
     """web pages that may use the API from a browser; ["*"]: all; not set: all if requests need an API key, else those
     of this machine"""
@@ -231,14 +229,12 @@ class WorkerSection(Section):
     """GPUs; per worker; 0.5: half of one, which two workers share; 0: on the CPU; not set: one for each rank of the
     engine if the machine has GPUs, else 0"""
     gpu_ids: Annotated[GpuNumbers, Field(validation_alias="ServiceArgs.resources.gpu-ids")] = ()
-    """exactly these GPUs: the first worker's ranks, then the second's, and so on; workers may share a GPU; not set:
-    pdserve chooses"""
+    """the GPUs of the first worker's ranks, then the second's, ...; workers may share one; not set: pdserve chooses"""
 
     kv_offload: Size = 0
-    """host memory of each worker for KV that leaves its cache, for later prompts with the same prefix
-    ([memory.md](memory.md#kv-in-host-memory)); not set: none"""
+    """[host memory](memory.md#kv-in-host-memory) of each worker for KV that leaves its cache; not set: none"""
     kv_offload_disk: Size = 0
-    """disk of each worker for KV that leaves that host memory ([memory.md](memory.md#kv-on-disk)); not set: none"""
+    """[disk](memory.md#kv-on-disk) of each worker for KV that leaves host memory; not set: none"""
     kv_offload_folder: File | None = None
     """folder for KV on disk; a relative path counts from the file's folder; not set: the state directory"""
 
@@ -252,8 +248,8 @@ class DecodeSection(WorkerSection):
     conditional_disagg: Flag = True
     """false: prefill every prompt remotely while there is a prefill worker"""
     policy: PrefillPolicy | None = None
-    """decides between local and remote prefill: `threshold`, by the two keys below; `adaptive`, the cheaper one by
-    measured speeds; not set: `adaptive`, unless a threshold is set"""
+    """chooses local or remote prefill: `threshold`, by the two keys below; `adaptive`, the cheaper one by measured
+    speeds; not set: `adaptive`, unless a threshold is set"""
     max_local_prefill_length: ZeroOrMore = 512
     """tokens; a prompt with more tokens to compute goes to a prefill worker"""
     max_prefill_queue_size: ZeroOrMore = 10
@@ -314,16 +310,14 @@ class GraphSection(Section):
     queue_replicas: Annotated[int | None, Field(strict=True, ge=1, le=5)] = None
     """servers of a NATS cluster that keep a copy of the prefill queue; not set: 3 if `nats` names three or more"""
     host: Annotated[Host, AfterValidator(own_address)] = "127.0.0.1"
-    """address at which other machines reach this machine's workers; engines listen on its network device only (and on
-    RDMA ports)"""
+    """address at which other machines reach this machine's workers; engines listen on its network device (and RDMA
+    ports) only"""
     kv_port: Port = 5600
-    """first of the workers' NIXL side-channel ports, one for each worker, where others ask how to read its KV"""
+    """first of the NIXL side-channel ports, one for each worker, where others ask how to read its KV"""
     stream_port: Port | None = None
-    """first of the ports at which workers take requests from frontends; a role that runs alone adds its `--index`; not
-    set: free ports"""
+    """first of the workers' ports for frontends; a role that runs alone adds its `--index`; not set: free ports"""
     pages_port: Port | None = None
-    """first of the ports for each process's pages (`/metrics`, `/live`, `/ready`), counted likewise; not set: free
-    ports"""
+    """first of the ports for pages (`/metrics`, `/live`, `/ready`), counted likewise; not set: free ports"""
     state_dir: File = Path("~/.pdserve")
     """folder for the data of the NATS and etcd that `serve` starts; a relative path counts from the file's folder"""
     request_timeout: Seconds = 600.0
@@ -349,8 +343,8 @@ class SecuritySection(Section):
     """Relative paths count from the YAML's folder."""
 
     credentials: File | None = None
-    """folder made by `pdserve credentials`, the same on all hosts: NATS, etcd and streams are encrypted and accept only
-    its certificates; not set: `serve` makes one for this run if it starts both servers, else none"""
+    """folder made by `pdserve credentials`, the same on all hosts: NATS, etcd and streams accept only its certificates;
+    not set: `serve` makes one for this run if it starts both servers, else none"""
     api_keys: File | None = None
     """file of [API keys](frontend.md#api-keys) with names and limits; keys of PDSERVE_API_KEYS are accepted too"""
     tls_certificate: File | None = None
@@ -358,8 +352,8 @@ class SecuritySection(Section):
     tls_key: File | None = None
     """private key of `tls-certificate`, in PEM"""
     allow: Allowances = ()
-    """what other machines may reach unprotected: `no-keys`, an API without keys; `plain-http`, an API without TLS (for
-    example behind a proxy); `plain-graph`, NATS, etcd and streams without credentials"""
+    """what other machines may reach unprotected: `no-keys`, an API without keys; `plain-http`, without TLS (as behind a
+    proxy); `plain-graph`, NATS, etcd and streams without credentials"""
 
 
 @dataclass(frozen=True)
