@@ -9,9 +9,9 @@ from pdserve.contract.slo import MIN_MISS_DIFFERENCE
 
 MIN_SAVING = 0.002
 """Seconds that a worker with the prefix must save: any worker else, because the first that is idle takes it."""
-MIN_BEGIN = 0.5
+MIN_BEGIN = 1.0
 """Least seconds for a worker with the prefix to begin a prompt: for messages, and steps of its engine."""
-WAIT_FACTOR = 2.0
+WAIT_FACTOR = 3.0
 """Multiple of its expected wait that such a prompt may wait besides: other decode workers send it prompts, too."""
 LATER_PROMPTS = 2.0
 """Prompts delayed for each prompt that arrives while this one is computed, because a delayed prompt delays others."""
