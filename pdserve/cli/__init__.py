@@ -25,6 +25,7 @@ from pdserve.util.errors import ConfigError, PdserveError, Unavailable
 COMMANDS = {
     "install": ("pdserve.cli.setup.install:install", "install the engine into its own environment"),
     "init": ("pdserve.cli.setup.init:init", "write a YAML for this machine"),
+    "deploy": ("pdserve.cli.setup.deploy:deploy", "write the Helm chart, Compose files or systemd units"),
     "serve": ("pdserve.cli.run.serve:serve", "run the whole graph on this machine"),
     "frontend": ("pdserve.cli.run.role:role", "run one frontend: the HTTP API of all models"),
     "decode": ("pdserve.cli.run.role:role", "run one decode worker"),
@@ -70,7 +71,7 @@ COMMANDS = {
     ),
 }
 """Name -> import string of the function, or a group's commands, and one line of help."""
-_WITHOUT_ENGINE = ("install", "init", "status", "trace", "set", "credentials")
+_WITHOUT_ENGINE = ("install", "init", "deploy", "status", "trace", "set", "credentials")
 
 _EPILOG = """\
 environment:

@@ -242,6 +242,32 @@ def test_commands_that_need_an_engine_say_how_to_get_one_and_others_work(user: U
     )
 
 
+def test_the_wheel_writes_examples_and_deployment_files(user: User) -> None:
+    """All files of the checkout, and nothing over another file."""
+    listed = user.pdserve("init", "--example", "list")
+    assert listed.returncode == 2
+    for file in (ROOT / "configs").glob("*.yaml"):
+        assert f"\n  {file.stem} " in listed.stderr
+        assert user.pdserve("init", f"{file.stem}.yaml", "--example", file.stem).returncode == 0
+        written = (user.folder / f"{file.stem}.yaml").read_text()
+        assert written == file.read_text().replace(f"configs/{file.name}", file.name)
+    assert user.pdserve("init", "agg.yaml", "--example", "agg").returncode == 2
+    for form, source in (("chart", "helm/pdserve"), ("systemd", "systemd"), ("compose", "")):
+        assert user.pdserve("deploy", form, f"my/{form}").returncode == 0
+        folder, origin = user.folder / "my" / form, ROOT / "deploy" / source
+        for file in (path for path in folder.rglob("*") if path.is_file()):
+            text = (origin / file.relative_to(folder)).read_text()
+            assert file.read_text() == text or file.suffix == ".yml"
+        names = {path.relative_to(folder) for path in folder.rglob("*")}
+        if source:
+            assert names == {path.relative_to(origin) for path in origin.rglob("*")}
+        again = user.pdserve("deploy", form, f"my/{form}")
+        assert (again.returncode, again.stderr[:30]) == (2, f"pdserve: my/{form} exists: choose"[:30])
+    compose = (user.folder / "my/compose/docker-compose.yml").read_text()
+    assert "pdserve credentials my/compose/credentials" in compose
+    assert (user.folder / "my/compose/alerts.yml").is_file()
+
+
 @pytest.mark.parametrize("gpus", ["0", "1xA10", "3xA10"])
 def test_a_written_file_fits_its_machine(
     gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

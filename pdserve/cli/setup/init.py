@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pdserve.cli.setup.deploy import example
 from pdserve.cli.setup.install import Gpu
 from pdserve.config.load import load
 from pdserve.convert.servers import graph_in, servers_of
@@ -27,6 +28,10 @@ Source = Annotated[
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE]")] = Path("graph.yaml"),
     source: Source = None,
+    named: Annotated[
+        str | None,
+        typer.Option("--example", metavar="NAME", help="an example as it is; `--example list` shows all"),
+    ] = None,
     gpu: Gpu = None,
 ) -> int:
     """Write a graph for this machine into FILE, a YAML with comments, with the bundled demo model. Half of the GPUs
@@ -41,8 +46,13 @@ def init(
       pdserve init graph.yaml
       pdserve init graph.yaml --from vllm.yaml
       pdserve init graph.yaml --from -- vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2
+      pdserve init graph.yaml --example disagg    one of the examples: agg, both, disagg, hosts, local, secure
       pdserve plan -f graph.yaml
     """
+    if named is not None:
+        _write(file, example(named, file))
+        print(f"Wrote {file}. Then: {pdserve_command(f'plan -f {file}')}")
+        return 0
     machine = Machine.detect()
     gpus = 0 if gpu is False else len(machine.gpus) or (2 if gpu else 0)
     kinds = ", ".join(sorted({f"{each.name} ({in_gib(each.memory)})" for each in machine.gpus}))
