@@ -1,7 +1,7 @@
 """Send thousands of requests, most of which are cancelled or fail, and check for leaks.
 
     python -m pdserve_bench.soak [--real] [--warm-up 2000] [--requests 4000] [--seed 1]
-    python -m pdserve_bench.soak --workers 2,16,64 [--requests 1000] [--rate 10]
+    python -m pdserve_bench.soak --workers 2,16,64 [--requests 600] [--rate 10]
     python -m pdserve_bench.soak --form serve|roles|pods [--minutes 20] [--trace FILE] [--speed 1] [--shrink 16]
 
 Starts a graph (simulated engines, or with --real that of configs/local.yaml), sends a warm-up and measures each
@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--workers", type=sizes_of, metavar="2,16,64")
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second, with --workers")
-    parser.add_argument("--requests", type=int, help="default: 4000; 1000 with --workers")
+    parser.add_argument("--requests", type=int, help="default: 4000; 600 with --workers")
     parser.add_argument("--warm-up", type=int, default=2000)
     parser.add_argument("--form", choices=list(FORMS))
     parser.add_argument("--minutes", type=float, default=20.0)
@@ -164,7 +164,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
         if args.workers:
             say = partial(print, file=sys.stderr)
-            requests = args.requests or 1000
+            requests = args.requests or 600
             show_costs(asyncio.run(measure_costs(args.workers, requests, args.rate, Path(folder), say)))
             return 0
         for name, value in ALLOCATOR.items():

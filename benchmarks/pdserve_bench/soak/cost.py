@@ -27,7 +27,7 @@ from pdserve_bench.measure.samples import percentile
 
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
 """Short responses, so that streams of one worker rarely share a step: sharing saves messages in small graphs only."""
-SETTLE, IDLE = 6.0, 12.0
+SETTLE, IDLE = 6.0, 20.0
 """Seconds from the warm-up to the measurement of the idle graph, and its length."""
 KINDS = ("frontend", "decode", "prefill", "nats", "etcd", "serve")
 
