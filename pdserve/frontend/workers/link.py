@@ -12,10 +12,13 @@ from pdserve.util.errors import PeerGone, ProtocolError
 
 
 class Link:
-    def __init__(self, instance: str, changed: Callable[["Link"], None], block_size: int = 0) -> None:
+    def __init__(
+        self, instance: str, changed: Callable[["Link"], None], block_size: int = 0, address: str = ""
+    ) -> None:
         """`changed` is called after each change of the requests or of the worker's report."""
         self.instance = instance
         self.block_size = block_size
+        self.address = address
         self._changed = changed
         self.generations: dict[str, Generation] = {}
         """by attempt id"""
@@ -39,7 +42,8 @@ class Link:
         self.silent_checks = 0
         """calls of `check_silence` in a row that found no new bytes"""
         self._seen_received = 0.0
-        self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
+        self._outbox: asyncio.Queue[ToDecode | None] = asyncio.Queue()
+        """None: `cut`"""
 
     def add(self, generation: Generation) -> None:
         """Count the generation's current attempt at this worker."""
@@ -102,11 +106,17 @@ class Link:
         The outbox is bounded by the requests in flight, and these by the workers' capacity."""
         self._outbox.put_nowait(message)
 
+    def cut(self) -> None:
+        """End the link, whose worker is gone although its address answers."""
+        self._outbox.put_nowait(None)
+
     async def send(self, client: TcpStreamClient, listener: "LinkListener") -> None:
         """Send posted messages until the worker is gone, then return: the client still delivers the worker's last
-        messages, which name the requests at which its engine died, and raises after them."""
+        messages, which name the requests at which its engine died, and raises after them. Raises PeerGone after
+        `cut`."""
         while True:
-            message = await self._outbox.get()
+            if (message := await self._outbox.get()) is None:
+                raise PeerGone(self.instance)
             try:
                 await client.send(message)
             except PeerGone:

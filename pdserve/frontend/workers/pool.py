@@ -130,6 +130,7 @@ class WorkerPool:
         before, self._instances = self._instances, now
         self._touched |= {id for id in before.keys() | now.keys() if before.get(id) != now.get(id)}
         self._make_links()
+        self._cut_replaced()
         # requests may wait for a worker whose lease is back, that has other adapters, or is no longer stalled
         able = {id for id in now if id not in before or before[id].adapters != now[id].adapters}
         able |= {id for id in before.keys() & now.keys() if before[id].stalled > now[id].stalled}
@@ -297,6 +298,13 @@ class WorkerPool:
                 self._linking.add(instance.id)
                 self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
 
+    def _cut_replaced(self) -> None:
+        """End a killed worker's link if it reconnected to its successor at the same address, as in a restarted pod."""
+        taken = {instance.address for instance in self._instances.values()}
+        for id, link in self._links.items():
+            if id not in self._instances and link.address in taken:
+                link.cut()
+
     def _wanted(self, instance: Instance) -> bool:
         return instance.id in self._instances and (not instance.is_stand_in or self._needs_stand_ins())
 
@@ -326,10 +334,10 @@ class WorkerPool:
     async def _hold_link(self, instance: Instance) -> None:
         """Hold one link until the worker is gone; then raise PeerGone, perhaps in a group. However the link ends, the
         listener's `link_lost` is called."""
-        link, client = Link(instance.id, self._touch, instance.block_size), self._connect(instance.address)
+        link = Link(instance.id, self._touch, instance.block_size, instance.address)
         reason = f"the connection to {instance.id} was closed"
         try:
-            async with client, asyncio.TaskGroup() as tasks:
+            async with self._connect(instance.address) as client, asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.send(client, self._listener), name=f"to {instance.id}")
                 if instance.is_stand_in:
                     tasks.create_task(self._hand_over(link), name=f"hand over: {instance.id}")

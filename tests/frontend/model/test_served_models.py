@@ -138,6 +138,18 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
     await until(lambda: graph.models.report() == Load())
 
 
+async def test_a_link_to_a_gone_worker_ends_when_another_worker_has_its_address(graph: Graph) -> None:
+    """A killed worker's link reconnects to its successor in the same pod, at the same address."""
+    async with graph.worker() as successor, MemoryRegistry(graph.registry) as registry:
+        killed = msgspec.structs.replace(successor.instance, id="decode-9-killed")
+        await registry.put(keys.instance(killed), encode_record(killed))
+        up = {successor.id: True, killed.id: True}
+        await until(lambda: {link.to: link.up for link in graph.models.links()} == up)
+        await registry.delete(keys.instance(killed))
+        await until(lambda: [link.to for link in graph.models.links()] == [successor.id])
+        assert (await complete(graph, max_tokens=1)).status_code == 200
+
+
 async def test_requests_that_wait_for_a_slot_are_a_backlog_in_seconds(graph: Graph) -> None:
     def backlog() -> float | None:
         return REGISTRY.get_sample_value("pdserve_backlog_seconds", {"model": "queued", "role": "decode"})
