@@ -70,10 +70,17 @@ format: dev  ## format the code with ruff
 lock: dev  ## resolve the locks of the engines and of the tools again
 	requirements/lock.sh
 
-release: dev  ## build wheel and sdist into dist/, check both, keep the wire's messages, and say what is left to do
+release:  ## build wheel and sdist into dist/, check both, add SBOMs and checksums, and say what is left to do
 	rm -rf build dist
-	$(BIN)/uv build --no-build-isolation --python $(BIN)/python --quiet
-	@$(BIN)/python -m tools.release dist
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install --quiet --disable-pip-version-check uv==0.13.8 packaging cyclonedx-bom==7.5.0
+	build/release/bin/uv build --quiet
+	for lock in cpu gpu; do build/release/bin/cyclonedx-py requirements pdserve/install/$$lock.txt \
+	  --pyproject pyproject.toml --output-reproducible -o dist/pdserve-$$lock.cdx.json; done
+	cd dist && sha256sum pdserve-* > SHA256SUMS
+	@build/release/bin/python -m tools.release dist
+
+wire: dev  ## after a release: keep its messages in tests/wire, which later versions have to understand
 	@$(BIN)/python -m tools.wire
 
 clean:  ## remove .venv, caches and build products

@@ -1,5 +1,6 @@
 """Checks the wheel and sdist of `make release` and prints the manual steps left: `python -m tools.release dist`."""
 
+import re
 import sys
 import tarfile
 import zipfile
@@ -48,11 +49,13 @@ def problems(archive: Path) -> list[str]:
         return found + [str(error) for error in group.exceptions]
     if read.license_expression != "Apache-2.0" or not read.description:
         found.append("the license or the description is missing")
+    relative = re.findall(r"\]\((?!https?:|#)([^)]+)", read.description or "")
+    found += [f"the readme's link to {link} leads nowhere on an index" for link in relative]
     return found
 
 
 def main(folder: Path) -> int:
-    archives = sorted(folder.glob("pdserve-*"))
+    archives = sorted([*folder.glob("pdserve-*.whl"), *folder.glob("pdserve-*.tar.gz")])
     wrong = [f"{archive.name}: {text}" for archive in archives for text in problems(archive)]
     if len(archives) != 2:
         wrong.append(
@@ -65,10 +68,10 @@ def main(folder: Path) -> int:
         return 1
     version = archives[0].name.split("-")[1]
     print(f"""Wheel and sdist are complete. Left to do by hand:
-  git add tests/wire && git commit                     the messages that the next version has to understand
   make test                                            on a fresh machine
-  git tag v{version} && git push origin v{version}
-  uv publish dist/*                                    needs a PyPI token
+  git tag -s v{version} && git push origin v{version}  a signed tag; the workflow builds and attests the release
+  uv publish dist/*.whl dist/*.tar.gz                  needs a PyPI token
+  make wire && git add tests/wire && git commit        the messages that the next version has to understand
   docker build -f deploy/Dockerfile -t pdserve:{version} .
   docker build -f deploy/Dockerfile -t pdserve:{version}-gpu --build-arg PLATFORM=gpu .""")
     return 0
