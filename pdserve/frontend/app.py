@@ -109,7 +109,7 @@ class FrontendApp:
             raise HttpError(405, f"{path} takes POST")
         if path in GENERATING:
             self._plugins.begin(request, response)
-        # the body names its model, so its bound is that of the longest context of all models
+        # only the body names the model, so the model with the longest context sets the bound
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
@@ -121,8 +121,8 @@ class FrontendApp:
                 await self._forward(body, request, response)
 
     async def _forward(self, body: ParsedBody, request: Request, response: ResponseWriter) -> None:
-        """Run the request by its model, after admission control. Repeat this if another model replaces it before
-        anything was generated."""
+        """Run the request by its model, after admission control. Repeat this if another model takes the model's name
+        before anything was generated."""
         name = body.model
         while True:
             model, state = self._models.find(name), response.state

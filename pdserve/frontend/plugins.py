@@ -61,7 +61,7 @@ class PluginContext:
     running: dict[ResponseWriter, None] = field(default_factory=dict)
     """Running requests that generate."""
     app: Callable[[], ASGIApp] = NotImplemented
-    """This frontend's app, for requests of the plugin."""
+    """This frontend's app, for requests that a plugin makes."""
     config: FrontendConfig = field(default_factory=FrontendConfig)
     draining: Callable[[], bool] = lambda: False
     outages: Callable[[], list[Outage]] = list
@@ -92,7 +92,7 @@ class Plugin:
         return report
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
-        """As `Service.receipts`."""
+        """Return the plugin's receipts, for `Service.receipts`."""
         return []
 
 
@@ -178,7 +178,7 @@ class FrontendPages:
 
 
 def json_response(content: object) -> Response:
-    """As JSONResponse, also for msgspec's structs."""
+    """Return a JSON response; `content` may hold msgspec's structs."""
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 

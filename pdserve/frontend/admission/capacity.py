@@ -1,8 +1,8 @@
 """Capacity of a decode worker: how many more requests it should get, so that it runs them at once and queues none.
 Pure.
 
-An engine serves its waiting requests first come, first served, whichever client sent them. They hold KV on the prefill
-worker until its lease expires. An engine whose KV cache is full preempts running requests and computes them again. So
+An engine serves its waiting requests first come, first served, whichever client sent them. A request that waits there
+holds KV on the prefill worker. An engine whose KV cache is full preempts running requests and computes them again. So
 requests wait in the frontend (`admission/control.py`) until a worker has capacity.
 """
 
@@ -15,10 +15,10 @@ from pdserve.contract.records import Instance
 DEFAULT_MAX_REQUESTS = 256
 """Slots of a worker that does not publish `max_num_seqs`."""
 EXTRA = 4
-"""A worker gets one request more for each of its requests in remote prefill, which needs no slot yet; at most one more
-per `EXTRA` slots."""
+"""A worker gets one more request for each of its requests in remote prefill, because those need no slot yet; at most
+one more per `EXTRA` slots."""
 KV_FULL = 0.9
-"""Share of the KV cache in use above which no further request is sent."""
+"""Share of the KV cache in use below which one more request is tried although the requests' tokens exceed the cache."""
 
 
 class InFlight(Protocol):
@@ -42,7 +42,7 @@ class InFlight(Protocol):
 @dataclass(frozen=True)
 class Capacity:
     max_requests: int = 0
-    """concurrent requests of idle workers; 0 without workers"""
+    """slots of the workers, free or not; 0 without workers"""
     free_requests: int = 0
     """more requests that can run now"""
     free_tokens: float = 0.0
@@ -54,11 +54,11 @@ class Capacity:
 
 
 def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacity:
-    """`frontends` share the worker, this one included. This one may always use an equal part and, by the worker's last
-    report, what the others leave unused.
+    """`frontends`: how many share the worker, this one included. Each may always use an equal part of the slots, and
+    more if the worker's last report shows that the others leave slots unused.
 
-    Prompts with common prefixes need less of the KV cache than the sum of their tokens. So when that sum is used up,
-    one more request at a time is tried, if each request sent to it has a token and the worker reports free space."""
+    Prompts with common prefixes need less of the KV cache than the sum of their tokens. So when that sum reaches the
+    cache's size, one more request at a time is tried, if each earlier one has a token and the worker has free space."""
     if worker.draining:
         return Capacity()
     places = worker.max_num_seqs or DEFAULT_MAX_REQUESTS

@@ -6,8 +6,8 @@ engine core requests the others when the prompt is tokenized; they are granted i
 of other requests. A request that would miss its deadline is refused at once. A full queue refuses its last request.
 Reasons: docs/decisions/0006-overload.md.
 
-A permit may be taken back (preemption): the sequence pauses for a client that runs less than half as many sequences or,
-if its client does not read the output, for any waiting request. docs/decisions/0046-places-of-others.md.
+A permit may be taken back (preemption): a sequence pauses for a client that runs less than half as many sequences as
+its own client. If its client does not read, it pauses for any waiting request. docs/decisions/0046-places-of-others.md.
 
 Flex requests have a queue of their own. They start only while no other request waits, and pause for any that does.
 docs/decisions/0083-batches.md.
@@ -37,12 +37,12 @@ from pdserve.frontend.admission.wait_estimate import (
 from pdserve.util.errors import BadRequest, Overloaded
 
 GROUP = 8
-"""Sequences of a request that get their tags at once; the next ones queue behind its client's other requests."""
+"""Sequences of a request that are tagged together; its next ones queue behind its client's other requests."""
 
 
 class AdmissionControl:
-    """Every request that enters or bypasses the queue must leave. `capacity` is called before each grant; call
-    `advance` whenever there may be more."""
+    """Call `leave` for each request after `enter` or `bypass`, and `advance` whenever the capacity may have grown.
+    `capacity` is called before each grant."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class AdmissionControl:
 
     def enter(self, client: str, size: RequestSize, deadline: float, *, is_flex: bool = False) -> Admission:
         """Queue a request that needs a decode worker, and admit it at once if there is capacity. Raises Overloaded, and
-        BadRequest for a request that is always too large."""
+        BadRequest for a request with too many sequences."""
         if size.sequences > self.limits.max_outputs:
             made = "items make" if size.several == "items" else "n and prompts make"
             text = f"{made} {size.sequences} outputs; one request may have {self.limits.max_outputs}"
@@ -148,7 +148,7 @@ class AdmissionControl:
     def advance(self) -> None:
         """Grant permits while the workers have capacity, and preempt sequences of clients that run too many."""
         self._update_rate()
-        made_for: Admission | None = None  # the paused sequence may be ahead of it in the queue
+        made_for: Admission | None = None  # a sequence was paused for it, and may be ahead of it in the queue
         while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
@@ -196,9 +196,9 @@ class AdmissionControl:
             admission.paused.remove(permit)
 
     def yield_slots(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
-        """Pause up to `count` of these sequences, because requests wait in their worker's engine. Candidates are the
-        flex sequences or, without any, all; of the candidates, those with a slot in the engine (value True) or, without
-        any, all. A client's only sequence is left out unless it is unread or flex."""
+        """Pause up to `count` of these sequences, because requests wait in their worker's engine. `there`: whether each
+        has a slot in the engine. If any are flex, only flex ones pause; if any of those have a slot, only these. A
+        client's only sequence is left out unless it is unread or flex."""
         permits = [permit for permit in there if permit.admission.is_flex] or list(there)
         permits = [permit for permit in permits if there[permit]] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
@@ -209,8 +209,8 @@ class AdmissionControl:
         return len(self._granted) + capacity.free_requests
 
     def _may_start(self, admission: Admission, places: int) -> bool:
-        """Whether its next sequence leaves enough slots that can be preempted (for a flex sequence: free ones). A flex
-        request may not start while other requests wait."""
+        """Whether the request's next sequence may start. A flex one may not while other requests wait. One that cannot
+        pause must leave room for others (`leaves_room`) or, unless flex, be its client's only one."""
         if admission.is_flex and self.queue:
             return False
         can_pause = not admission.requested or admission.requested[0].can_pause
@@ -293,7 +293,7 @@ class AdmissionControl:
         return refusal
 
     def _update_rate(self) -> None:
-        """Leave out the time without a worker, as at the start, which says nothing about the workers' speed."""
+        """Time without a worker, as at the start, does not count: it says nothing about the workers' speed."""
         self._rate.set_waiting(bool(self.queue) and self._capacity().max_requests > 0, time.monotonic())
 
     # limits
@@ -333,7 +333,7 @@ class AdmissionControl:
 
     @property
     def _waiting_tokens(self) -> float:
-        """Of both queues, without paused flex requests."""
+        """Tokens of both queues, without admitted flex requests."""
         return self.queue.tokens + sum(
             entry.tokens * entry.tagged for entry in self.flex_queue if entry.waiting
         )

@@ -1,11 +1,11 @@
-"""A fair queue: self-clocked fair queueing (SCFQ) over clients, weighted by tokens; FIFO within a client. Pure.
+"""A fair queue: self-clocked fair queueing (SCFQ) over clients, weighted by tokens; FIFO within a client. No I/O.
 
 Each sequence has a finish tag: its tokens plus the tag of the same client's previous sequence or, if that is larger,
 the virtual time, which is the tag of the sequence that started last. The lowest tag is served next. So a client with
 one request goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
 In addition, a client that runs its share of the slots gets no further sequence while others wait, because sequences may
-last much longer than estimated. A client alone may use every slot; `first_short` finds requests to preempt it for.
+last much longer than estimated. A client alone may use every slot; `first_short` finds a request that preempts it.
 """
 
 from bisect import insort
@@ -101,7 +101,7 @@ class FairQueue(Generic[E]):
         self._entries.sort(key=attrgetter("tag"))
 
     def next(self, places: int, may: Callable[[E], bool]) -> E | None:
-        """The first entry that `may` start of a client that runs less than its share of the slots (`places`); without
+        """The first entry that may start and whose client runs less than its share of the slots (`places`); without
         such an entry, the first that may start."""
         clients = sum(bool(client.running or client.waiting) for client in self._clients.values())
         share = max(1, places // clients)
@@ -113,7 +113,7 @@ class FairQueue(Generic[E]):
         return self._client(entry.client).running
 
     def first_short(self, may: Callable[[E], bool]) -> E | None:
-        """The first entry of a client that runs less than half of what another client runs."""
+        """The first entry that may start and whose client runs less than half as many sequences as another client."""
         most = max((client.running for client in self._clients.values()), default=0)
         if not any(client.waiting and is_short(client.running, most) for client in self._clients.values()):
             return None
@@ -140,7 +140,7 @@ class FairQueue(Generic[E]):
         self._client(client).running -= 1
 
     def before(self, entry: E) -> list[tuple[float, int]]:
-        """The sequences before the entry's next one: for each other entry, their tokens and their number."""
+        """For each other entry: tokens per sequence, and how many sequences start before this entry's next one."""
         return [
             (other.tokens, _turns_before(other, entry)) for other in self._entries if other.tag < entry.tag
         ]
@@ -158,8 +158,8 @@ class FairQueue(Generic[E]):
 
 
 def is_short(running: int, most: int) -> bool:
-    """Whether a client with `running` sequences gets a slot of the client that runs the most. Afterwards neither is
-    short, so that slots do not go back and forth."""
+    """Whether a client with `running` sequences gets a slot of the client with the `most`. After that neither is short,
+    so that slots do not go back and forth."""
     return most > 2 * running + 1
 
 

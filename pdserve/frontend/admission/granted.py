@@ -29,7 +29,7 @@ class Control(Protocol):
 
 
 class ModelReplaced(Exception):
-    """Another model now has this one's name: the request must wait for the other's workers."""
+    """Another model now has this model's name: the request must wait for the new model's workers."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,7 +45,7 @@ class Admission(QueueEntry):
     is_flex: bool = False
     """it runs only while no other request waits"""
     queued: bool = False
-    """it was not admitted at once"""
+    """its next permit was not granted at once; always false for flex"""
     unused: bool = False
     """it is admitted, but no sequence has taken its first permit yet"""
     requested: deque["SequencePermit"] = field(default_factory=deque)
@@ -59,7 +59,7 @@ class Admission(QueueEntry):
 
     @property
     def client_hash(self) -> str:
-        """Names the client at workers, without its key or address."""
+        """The client's name at workers, without its key or address."""
         name = blake2s(self.client.encode(), digest_size=6).hexdigest()
         return FLEX_PREFIX + name if self.is_flex else name
 
@@ -108,9 +108,9 @@ class SequencePermit:
 
     admission: Admission
     begin: Callable[[], None]
-    """is called when it is granted, also after a pause"""
+    """called when the permit is granted, also after a pause"""
     drop: Callable[[], None]
-    """is called if the request ends before a grant"""
+    """called if the request ends before a grant"""
     pause: Callable[[], bool]
     """preempts the sequence; returns False if that is impossible now or frees no slot"""
     can_pause: bool = True
@@ -154,8 +154,9 @@ class GrantedPermits:
         return any(permit.admission.unread or permit.admission.is_flex for permit in self._permits)
 
     def leaves_room(self, places: int, *, is_flex: bool) -> bool:
-        """Whether one more sequence that cannot pause leaves one slot in `KEPT` to those that can. A flex one must
-        leave them free, and flex ones take at most as many slots, so that a burst of other requests finds slots."""
+        """Whether one more sequence that cannot pause leaves one slot in `KEPT` to sequences that can. A flex one must
+        leave those slots free, and flex ones that cannot pause take at most as many, so that other requests find slots
+        at once."""
         kept = max(places > 1, places // KEPT)
         if is_flex:
             return len(self) < places - kept and self._fixed[True] < max(kept, 1)

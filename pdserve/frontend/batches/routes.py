@@ -31,7 +31,7 @@ MAX_LISTED = 10_000
 Page = Callable[[Request], Awaitable[Response]]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Metadata = Annotated[dict[_Name, Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=16)]
-"""With OpenAI's limits of lengths."""
+"""Number of entries and lengths are limited as in OpenAI's API."""
 
 
 class _NewBatch(msgspec.Struct):
@@ -66,7 +66,7 @@ class Batches(Plugin):
         ]
 
     def _owner(self, request: Request) -> str:
-        """The name of the API key; empty where there are no keys."""
+        """The name of the API key; empty if no keys are configured."""
         key = self._keys.find(request.headers)
         return key.name if key else ""
 

@@ -32,7 +32,7 @@ QUEUED_LINES = 8
 MAX_PAUSE = 5.0
 """Longest pause of a batch after a refused line, in seconds."""
 UNKNOWN_MODEL_SECONDS = 600.0
-"""Seconds with no response but 404 until lines with 404 fail: their model's workers may not have registered yet."""
+"""Seconds in which all responses are 404 until a 404 counts as a line's result: workers may not have registered yet."""
 MAX_TRIES = 3
 """Tries of a line whose error may be the server's."""
 
@@ -49,7 +49,7 @@ class BatchRunner:
         """Monotonic time of the next `WINDOW_STEP`."""
 
     async def run(self) -> None:
-        """Run batches while this process has the lock, which one frontend at a time has. Never returns."""
+        """Run batches while this process holds the lock, which only one frontend can hold. Never returns."""
         with await asyncio.to_thread(self._store.lock.open, "w") as file:
             async with TaskOwner() as tasks:
                 while True:
@@ -96,7 +96,7 @@ class BatchRun:
         self._store = store
         self._batch: Record = {}
         self._left = 0.0
-        """Seconds of its window."""
+        """Seconds left of its window."""
         self._taken: set[int] = set()
         """Lines that are running or have results."""
         self._results: list[tuple[str, int, bytes]] = []
@@ -259,7 +259,7 @@ class BatchRun:
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._context.app()({**scope, "extensions": {OWNER: self.owner}}, receive, send)
         line = asyncio.current_task()
-        if line is not None and line.cancelling():  # or httpx returns the app's 503, and the line continues
+        if line is not None and line.cancelling():  # else httpx returns the app's 503, and the line continues
             raise asyncio.CancelledError
 
 

@@ -64,7 +64,7 @@ Record = dict[str, Any]
 
 
 class Line(msgspec.Struct):
-    """A request of a batch's input. Its body is sent as it is, whatever JSON it holds."""
+    """A request of a batch's input. Its body is any JSON object, sent unchanged but for `service_tier`."""
 
     custom_id: str
     method: Literal["POST"]
@@ -94,7 +94,7 @@ def parse(text: bytes, endpoint: str) -> Line:
 
 
 def result_files(batch: Record) -> dict[str, str]:
-    """The ids of the batch's output and error file, by the names of their counts."""
+    """The ids of the batch's output and error file, by the name of the count in `request_counts`."""
     name = batch["id"].removeprefix("batch_")
     return {"completed": f"file-{name}-output", "failed": f"file-{name}-error"}
 
@@ -226,8 +226,8 @@ class Store:
             return db.execute(query).fetchall()
 
     def begin(self, owner: str, batch_id: str) -> tuple[Record, set[int]]:
-        """Validate the input of a new batch: the batch fails if it is wrong. Return the batch and its lines with
-        results."""
+        """Validate the input of a new batch; wrong input fails the batch. Return the batch and the numbers of its
+        lines that have results."""
         checked = self._check(self.get("batch", owner, batch_id))
         with self._transaction("IMMEDIATE") as db:
             batch = db.find("batch", owner, batch_id)
@@ -251,7 +251,7 @@ class Store:
             return batch, left
 
     def close(self, owner: str, batch_id: str, status: str) -> None:
-        """End the batch; its client sees the files of its results."""
+        """End the batch, and show its client the files with results."""
         with self._transaction("IMMEDIATE") as db:
             batch = db.find("batch", owner, batch_id)
             for file_id in result_files(batch).values():

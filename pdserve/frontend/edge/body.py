@@ -47,7 +47,7 @@ _SEVERAL = {"/generative_scoring": ("items", str | list)}
 MAX_PARTS = 10_000
 """Most lists and objects in a body: vLLM's app takes 10 to 100 microseconds for each."""
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""A JSON string; an unclosed one goes to the body's end, so that its other quotes start no search."""
+"""A JSON string. An unclosed one matches to the body's end, so that the search does not start again at its quotes."""
 LARGE, MANY = 64 << 10, 100
 """Bytes, and JSON objects, of a body that takes vLLM's app about 10 ms."""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
@@ -114,8 +114,8 @@ class Budget:
 
 
 class BodyReader:
-    """Reads bodies. Each counts in `budget` until its request ends, because the model's app needs it, and several times
-    its size besides, until then."""
+    """Reads bodies. Each body counts in `budget` until its request ends, because until then the model's app holds it,
+    and several times its size besides."""
 
     def __init__(self, bound: int = MAX_HELD, grace: float = GRACE) -> None:
         self.budget = Budget(bound, "too many request bodies are in memory ({} bytes)")
@@ -179,7 +179,7 @@ async def discard_rest(request: Request) -> None:
 
 
 async def refuse(request: Request, response: ResponseWriter, error: PdserveError) -> None:
-    """Respond with this error and read the rest of the body."""
+    """Respond with this error and read the rest of the body; if the response has begun, only end it."""
     failure = RequestFailure(error.status, str(error))
     if response.status:  # the answer has begun, or was given at the deadline
         await response.fail(failure)
@@ -252,7 +252,7 @@ def _fields(raw: bytes) -> dict[str, object]:
 
 
 def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
-    """Ignore invalid values: vLLM's app will refuse them."""
+    """Estimate the request's size. Ignores invalid values: vLLM's app will refuse them."""
     bounds = (_count(fields.get(name)) for name in _BOUNDS.get(path, ("max_tokens",)))
     bound, n = next(filter(None, bounds), None), _count(fields.get("n")) or 1
     several, kind = _SEVERAL.get(path, ("prompt", str | list))
@@ -331,8 +331,8 @@ def replay(raw: bytes, gone: asyncio.Event) -> Receive:
 
 
 def app_scope(request: Request, request_id: str, body: ParsedBody) -> Scope:
-    """Return the scope for vLLM's app. The app makes the response's id from the header's request id, or else the
-    body's; the header gets one unless only the body has it."""
+    """Return the scope for vLLM's app. The app makes the response's id from the header `x-request-id`, or else the
+    body's `request_id`; so the header is set unless only the body has an id."""
     headers = MutableHeaders(raw=list(request.scope["headers"]))
     if not body.has_id or "x-request-id" in headers:
         headers["x-request-id"] = request_id

@@ -29,8 +29,8 @@ _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
 _uvicorn.setLevel(logging.ERROR)  # it warns of each invalid request, so any client could fill the log
 
 LINGER = 0.5
-"""Seconds until a draining server closes an idle connection, because a request may be on its way; until a refused
-connection is closed, so that the client reads the error; and from a close to an abort."""
+"""Seconds until a draining server closes an idle connection, because a request may be on its way. Seconds until a
+refused connection is closed, so that the client reads the error. Seconds from a close to an abort."""
 SWEEP = 1.0
 """Most seconds between two checks of all connections."""
 UNREAD = "pdserve.unread"
@@ -66,7 +66,7 @@ class ClientConnection(HttpToolsProtocol):
         self.logger = _uvicorn
         self.url = b""
         self._cycles: list[RequestResponseCycle] = []
-        """of the request that is being answered and those queued behind it"""
+        """the cycles of the request that is being answered and of those queued behind it"""
         self._owner = owner
         self._head_since: float | None = None
         """monotonic start of the wait for a request's head; None if not waiting"""
@@ -116,8 +116,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to respond before closing: the client may have closed only its sending side. A client that
-        closed the whole connection looks the same until bytes are sent. So send an interim response, which HTTP/1.1
-        clients skip and a closed socket resets. Over TLS, uvloop does not support this."""
+        closed the whole connection looks the same until bytes are sent. So this sends an interim response: HTTP/1.1
+        clients skip it, and a closed socket replies with a reset. Over TLS, uvloop does not support this."""
         begun = next((cycle for cycle in self._cycles if not cycle.response_complete), None)
         if begun is None or begun.response_started or self.cycle.more_body:
             return False
@@ -254,7 +254,7 @@ class ClientConnection(HttpToolsProtocol):
     # timeouts
 
     def head_seconds(self, now: float) -> float:
-        """Return the seconds of the wait for the next request's head; 0 if none."""
+        """Return for how many seconds the next request's head has been awaited; 0 if none is."""
         return now - self._head_since if self._head_since is not None and self._idle() else 0.0
 
     def unread_seconds(self, now: float) -> float:
@@ -356,7 +356,7 @@ class ClientConnections:
         return True
 
     def leave(self, connection: ClientConnection) -> None:
-        """Stop counting it; may be called twice."""
+        """Stop counting the connection; may be called twice."""
         self.open.discard(connection)
         self._entered.discard(connection)
 

@@ -1,8 +1,8 @@
 """Writes most chunks of a plain stream straight to the client's connection, without vLLM's app.
 
 vLLM's app makes each chunk from pydantic models, in a generator, and passes it through starlette and uvicorn. Nearly
-all chunks of a plain stream differ only in their text. So vLLM's app makes the chunks up to the first text, the last
-one, the usage and errors. All others are copies of the first chunk with text, each with its own text. They are
+all chunks of a plain stream differ only in their text. So vLLM's app makes all chunks up to the first with text, the
+last chunk, usage and errors. The others are copies of the first chunk with text, each with its own text. They are
 written in the event loop turn in which their tokens arrive (docs/decisions/0029-chunks-without-the-app.md).
 """
 
@@ -71,7 +71,7 @@ class CycleChunks(ChunkWriter):
 
 class DeltaStream:
     """The response to a plain request. For each output, vLLM's app or `write` makes the chunk. To keep chunks in order,
-    `write` must wait for the app's."""
+    `write` must not be called before the app's chunks are written."""
 
     def __init__(self, connection: ChunkWriter) -> None:
         self._connection = connection

@@ -23,11 +23,11 @@ MAX_HOPS = 32
 MAX_WHY = 300
 """Most characters of an error or a reason."""
 LONGEST = 1e6
-"""Most seconds of a hop's start and duration; a worker's larger or non-numeric values are rejected."""
+"""Most seconds of a hop's start and duration; a worker's larger values are cut to this."""
 NO_WORKER = "no decode worker is available"
 PAUSED = "preempted for another client"
 CLIENT_LEFT = 499
-"""Status of a request whose client left before the response."""
+"""Status of a request whose client left."""
 RETRY_AFTER = 5.0
 """Seconds after which a client may retry when no worker can serve it."""
 
@@ -47,14 +47,14 @@ class RequestFailure:
 
     @classmethod
     def no_worker(cls, model: str, why: str = "") -> Self:
-        """The request has waited for a decode worker until its deadline."""
+        """For a request that has waited for a decode worker until its deadline."""
         since = f" ({why})" if why else ""
         message = f"no decode worker of {model} came up within the request's deadline{since}"
         return cls(503, message, RETRY_AFTER)
 
     @classmethod
     def model_replaced(cls, model: str, redirect: bool) -> Self:
-        """The request waits for a decode worker of a model that was replaced."""
+        """For a request that waits for a decode worker of a model that was replaced."""
         why = f"{model} was replaced by another model of this name, and no worker of the old one is left"
         return cls(503, f"{why}; send the request again", RETRY_AFTER, redirect)
 
@@ -73,7 +73,7 @@ class SequenceHops:
         self._held: tuple[float, str] | None = None
         """Since when and why the frontend holds the sequence."""
         self._sent: float | None = None
-        """Time of sending it to its worker; None if no worker has it."""
+        """Time of sending the sequence to its worker; None if no worker has it."""
         self._instance = ""
         self._reported: list[Hop] = []
         """The hops in this worker's last report."""
@@ -116,8 +116,8 @@ class SequenceHops:
             self._first_output = time.monotonic()
 
     def left(self, last_token: float) -> list[Hop]:
-        """Record that the sequence left its worker; return the hops there. `last_token`: its time, perhaps at an
-        earlier worker."""
+        """Record that the sequence left its worker; return the hops there. `last_token`: time of the sequence's last
+        token, perhaps of an earlier worker."""
         hops = self._at_worker(last_token)
         self._keep(hops)
         self._sent = None
@@ -163,11 +163,11 @@ class RequestState:
     key: str = ""
     """name of its API key; empty if no keys are configured"""
     headers: dict[str, str] = field(default_factory=dict)
-    """of its response, whatever the status"""
+    """extra headers of its response, whatever the status"""
     usage_headers: Callable[[], Mapping[str, str]] = dict
     """makes headers when the response begins: what its key's limits leave"""
     promised: SloTargets = NO_SLO
-    """its client's promise"""
+    """the request's promise"""
     first_token: float | None = None
     """monotonic, as `started`"""
     longest_gap: float = 0.0
@@ -189,7 +189,7 @@ class RequestState:
     client: str = ""
     """as `client_of` names it"""
     pixels: int = 0
-    """counted for its images"""
+    """pixels counted for its images"""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """called by `release`"""
     hops: SequenceHops = field(init=False)
@@ -235,7 +235,7 @@ class RequestState:
         self._placed[generation] = prefill, placed.reason[:MAX_WHY]
 
     def add_cached(self, key: str, tokens: int) -> int:
-        """Count a prompt's cached tokens once and return them: further outputs of n > 1 find the KV of the first."""
+        """Return the first count for this prompt, because further outputs of n > 1 find the KV of the first one."""
         return self._cached.setdefault(key, tokens)
 
     def add_tokens(self, count: int, gap: float | None) -> None:
@@ -256,7 +256,7 @@ class RequestState:
 
     @property
     def prefill(self) -> str:
-        """`local`, `remote`, or `local,remote` where parts of one request (n > 1, several prompts) differed."""
+        """`local`, `remote`, or `local,remote` if its sequences (n > 1, several prompts) differed."""
         return ",".join(sorted({prefill for prefill, _ in self._placed.values()}))
 
     @property

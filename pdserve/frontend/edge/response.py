@@ -1,7 +1,7 @@
 """Writes responses and errors.
 
-The start of a response is held back until the first part of its body, because only then the frontend knows the
-request's worker and whether it failed before anything was sent.
+The start of a response is held back until the first part of its body, because only then the frontend knows which worker
+the request has, and whether the request has already failed.
 """
 
 import re
@@ -42,7 +42,7 @@ MAX_TIMED, MAX_SAID = 16, 100
 
 
 class HttpError(PdserveError):
-    """The request is answered with this error, and goes no further."""
+    """The request gets this error as its response, and goes no further."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class ResponseWriter:
 
     def __init__(self, send: Send, state: RequestState) -> None:
         self.state = state
-        """at the model that responds now"""
+        """the request's state at the model that responds now"""
         self.status = 0
         """the status that was sent; 0 before"""
         self.ended = False
@@ -109,7 +109,7 @@ class ResponseWriter:
         self._held: Message | None = None
         """the start message, until the first part of the body"""
         self._early: list[Message] = []
-        """parts of the body that came while the start was held"""
+        """parts of the body, while the start is held"""
         self._stream = False
         self._disconnected = False
 

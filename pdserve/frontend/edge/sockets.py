@@ -14,8 +14,8 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind with SO_REUSEPORT, so that the kernel spreads connections over the frontends. Do not listen yet, because a
-    frontend that loads must get none. Raises ConfigError with the name of another program on the port, because it
-    would get a part of the requests."""
+    frontend that loads must get none. Raises ConfigError with the name of another program on the port, because
+    that program would get a part of the requests."""
     if others := _other_listeners(port):
         raise ConfigError([f"Frontend.port: {port} is in use by {others}. Stop it or choose another port."])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -67,8 +67,8 @@ def _is_sibling(pid: int | None) -> bool:
 
 
 def _starter(pid: int) -> int:
-    """Return the parent's pid, or the grandparent's if the parent is a lone role's guard, which has the same command
-    line."""
+    """Return the parent's pid. If the parent watches a role without `serve` (then both have the same command line),
+    return the grandparent's."""
     process = psutil.Process(pid)
     above = process.parent()
     alone = above is not None and above.cmdline() == process.cmdline()

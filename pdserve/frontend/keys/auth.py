@@ -66,7 +66,7 @@ class ApiKeys:
         return key
 
     def of(self, request: Request) -> ApiKey | None:
-        """As `find`, also for requests that this process makes itself."""
+        """Like `find`; a request that this process makes itself has the key that `OWNER` names."""
         owner = request.scope.get("extensions", {}).get(OWNER)
         if owner is None or not self._keys:
             return self.find(request.headers)
@@ -80,7 +80,7 @@ class ApiKeys:
         return Viewer(key.name, key.admin) if key else Viewer()
 
     def knows(self, headers: Mapping[str, str]) -> bool:
-        """Return whether a request for an open page may see all of it."""
+        """Return whether a request for a page that needs no key may see all of it."""
         return not self._keys or digest_of(_given(headers)) in self._keys
 
 

@@ -1,8 +1,8 @@
-"""What is left of an API key's limits at this frontend. Pure: callers pass the time in monotonic seconds.
+"""What is left of an API key's limits at this frontend. Callers pass the time in monotonic seconds.
 
 Requests and tokens come from a bucket that holds a minute's worth and fills steadily; its level may be negative. Each
-frontend fills its buckets at the rate divided by the number of frontends, without asking them: on average a key never
-gets more than its limits from all (docs/decisions/0036-limits-of-keys.md).
+frontend fills its own buckets at the key's rate divided by the number of frontends. So on average all frontends
+together give a key no more than its rate (docs/decisions/0036-limits-of-keys.md).
 """
 
 import math
@@ -17,7 +17,7 @@ _ALMOST = 1e-6
 
 
 class LimitReached(HttpError):
-    """`limit` is `requests` or `tokens`, as in OpenAI's API. Without `retry_after`, waiting does not help."""
+    """`limit` is `requests` or `tokens`, as in OpenAI's API. If `retry_after` is 0, waiting does not help."""
 
     def __init__(self, limit: str, message: str, retry_after: float) -> None:
         super().__init__(429, message, None, retry_after)
@@ -45,7 +45,7 @@ class Bucket:
         self._level, self._at = min(self.limit, self.level(now) - amount), now
 
     def change(self, limit: int, shares: int, now: float) -> None:
-        """Change the limit; what was used stays used."""
+        """Change limit and shares; what was used stays used."""
         used = self.limit - self.level(now)
         self.limit, self._shares, self._level, self._at = limit, shares, limit - used, now
 

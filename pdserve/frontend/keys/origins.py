@@ -1,8 +1,9 @@
 """CORS: which web pages may use the frontend from a browser.
 
 If requests need a key, any page may, because it must send one. If they need none, any page that a user of this machine
-visits could send requests by the user's browser. So a page must be of this machine, or in `Frontend.allowed-origins`;
-and a frontend on loopback serves only names of this machine, because a page's own name could lead here (DNS rebinding).
+visits could send requests by the user's browser. So a page must be of this machine, or in `Frontend.allowed-origins`.
+A frontend on loopback accepts only Host headers of this machine, because a page's host name could resolve to it (DNS
+rebinding).
 """
 
 import re
@@ -32,8 +33,8 @@ class CrossOrigin:
         host: str = "",
         open_paths: Collection[str] = (),
     ) -> None:
-        """`keys`: empty while requests need none. `host`: the frontend listens on it. `open_paths`: never need a
-        key."""
+        """`keys`: empty while requests need none. `host`: the address that the frontend listens on. `open_paths`: paths
+        that never need a key."""
         self._app, self._keys, self._allowed, self._open = app, keys, allowed, open_paths
         self._hosts = {urlsplit(origin).hostname for origin in allowed}
         self._check_host = is_loopback(host) and ANY not in allowed

@@ -56,7 +56,7 @@ class KeyUse:
                 quota.count("requests", -1, now)
 
     def _headers(self) -> Mapping[str, str]:
-        """Return OpenAI's headers, or Anthropic's."""
+        """Return what the limits leave, in OpenAI's headers or in Anthropic's."""
         assert self._quota is not None
         headers = {"x-should-retry": "false"} if self._too_large else {}
         anthropic = self._response.state.path.startswith("/v1/messages")

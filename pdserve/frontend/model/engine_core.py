@@ -271,7 +271,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     def _fail_behind(
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
     ) -> None:
-        """Fail a generation after its held outputs; only requests of one generation hold any. The error is sent in the
+        """Pass on the held outputs, then fail the generation, which is its request's only one. The error is sent in the
         next event loop turn, because it would replace the outputs in AsyncLLM's collector."""
         generation.state.failure = failure
         self._pass_on([(generation, output) for output in held])

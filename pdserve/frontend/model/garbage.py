@@ -1,4 +1,4 @@
-"""Garbage collection of a frontend: full collections run only while no request waits.
+"""Garbage collection of a frontend: full collections wait for a moment without requests, at most `MAX_DELAY`.
 
 A full collection stops the process for 20-45 ms beside small requests, and for 0.9 s beside a response with 300,000
 logprobs; Python starts one whenever the number of objects has grown by a quarter. While requests run, only young
@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 YOUNG = 20_000
-"""New objects between two collections of the youngest generation. More than requests in flight hold; Python's default
-of 700 costs an eighth of a request's CPU."""
+"""New objects between two collections of the youngest generation: more than all requests in flight hold. Python's
+default of 700 costs an eighth of a request's CPU."""
 IDLE_CHECK_INTERVAL = 5.0
 """Seconds between two checks whether any request runs."""
 MAX_DELAY = 600.0

@@ -44,7 +44,7 @@ Workers = Callable[[], list[Instance]]
 FETCH_TIMEOUT = 10.0
 """Seconds to fetch a model's archive from a worker."""
 ASK_INTERVAL = 1.0
-"""Seconds after which one more task asks the workers, because a worker may hang."""
+"""Seconds after which one more task asks the workers for the archive, because a worker may hang."""
 WORKER_POLL_INTERVAL = 0.2
 """Seconds between two rounds of such a task."""
 
@@ -99,8 +99,8 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
 
 
 async def model_folder(card: ModelCard, context: ModelContext, workers: Workers) -> str:
-    """Return the model's folder or hub id. If this host lacks the card's folder, or has other files in it, fetches the
-    worker's archive and returns its folder. Raises Unavailable if there is no archive."""
+    """Return the model's folder or hub id. If this host lacks the card's folder, or has other files in it, unpacks a
+    worker's archive and returns that folder. Raises Unavailable if there is no archive."""
     folder = context.state_dir.expanduser() / "models"
     if not card.model.startswith("/") or await asyncio.to_thread(_is_in_place, card):
         return card.model

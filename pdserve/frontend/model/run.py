@@ -35,7 +35,7 @@ _END_TIMEOUT = 5.0
 
 @contextmanager
 def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestState) -> Iterator[Admission]:
-    """Enter the model's admission control; `run` then waits for its turn. Raises HttpError and Overloaded."""
+    """Enter the model's admission control; `run` then waits for its turn. Raises the errors in `REFUSALS`."""
     most = max_body(model.card.max_model_len, tokenizing=state.path in TOKENIZING)
     if len(body.raw) > most:
         raise HttpError(413, f"the request body is larger than {most} bytes")
@@ -54,7 +54,7 @@ def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestSt
 async def run(
     model: ServedModel, admission: Admission, body: ParsedBody, request: Request, response: ResponseWriter
 ) -> None:
-    """Let the model's app respond, until the client leaves or the deadline passes. Raises ModelReplaced."""
+    """Let the model's app respond until the client leaves or the deadline passes. Raises REFUSALS and ModelReplaced."""
     state, gone = response.state, asyncio.Event()
     current_request.set(state)
     extensions = request.scope.setdefault("extensions", {})

@@ -33,7 +33,7 @@ class ServedModel:
         self.problem = ""
         """why there is no processor; empty while one is built"""
         self.settled = asyncio.Event()
-        """set once there is a processor or a problem"""
+        """set once there is a processor or a problem, or the model is retired"""
         self.retired = asyncio.Event()
         """set once the model is removed, or another model has its name"""
         self.removal: asyncio.TimerHandle | None = None
@@ -44,7 +44,7 @@ class ServedModel:
         self.adapters: dict[str, Adapter] = {}
         """adapters that requests may name, by name"""
         self.slots_per_worker = 1
-        """requests that one decode worker runs at once; kept from the last worker while there is none"""
+        """requests that one decode worker runs at once; without workers, the last known value"""
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)
 
     async def ready(self) -> "Processor":
@@ -78,7 +78,7 @@ class ServedModel:
 
     @property
     def waiting(self) -> int:
-        """Number of requests in the admission queue plus sequences that lost their worker and wait for another."""
+        """Number of requests in the admission queue plus admitted sequences for which there is no worker."""
         lost = len(self.processor.core.waiting) if self.processor is not None else 0
         return lost + len(self.admission)
 
@@ -102,7 +102,7 @@ class ServedModel:
         return self.processor.workers.links() if self.processor is not None else []
 
     def show(self) -> None:
-        """Export its gauges until `hide`."""
+        """Export the model's gauges until `hide`."""
         name = self.card.name
         WAITING.labels(name).set_function(self.admission.__len__)
         RUNNING.labels(name).set_function(lambda: self.running)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESYNC_INTERVAL = 30.0
-"""Seconds after which the models are updated without a change in the registry, because lost workers are forgotten."""
+"""Seconds after which models are updated without a registry change: lost workers are reported only for some minutes."""
 RETRY_DELAY = 5.0
 """Seconds between two attempts to build a processor."""
 
@@ -92,7 +92,7 @@ class ServedModels:
     # lookups
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model of this name, or the only one for None. Raises HttpError and BadRequest."""
+        """Return the model with this name or adapter; for None, the only model. Raises HttpError and BadRequest."""
         names = [card.name for card in self.known()]
         if name is None:
             if len(names) > 1:
@@ -111,7 +111,7 @@ class ServedModels:
         raise HttpError(404, f"The model `{name}` does not exist. {hint}", "model")
 
     def _is_kept(self, name: str) -> bool:
-        """Whether it is an adapter of `expected` that was loaded at run time, and `expected` has no card yet."""
+        """Whether `expected` has no card yet, and the name is an adapter of it that was loaded at run time."""
         kept = self._view.adapters(self._expected).get(name)
         return self._expected not in self._models and kept is not None and bool(kept.path)
 
@@ -145,7 +145,7 @@ class ServedModels:
     # for reports
 
     def why_unserved(self, name: str | None = None) -> str:
-        """Why this model is not being served; without a name, why none is. Empty if it, or any, is."""
+        """Why this model is not served; without a name, why no model is. Empty if it (or any) is served."""
         if name is None:
             if any(model.usable_workers for model in self._models.values()):
                 return ""
@@ -352,7 +352,7 @@ class ServedModels:
 
 
 def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
-    """Return the newest card, preferring cards of this frontend's vLLM version: during an upgrade there are two."""
+    """Return the newest card, preferably of this frontend's vLLM version, because an upgrade has cards of two."""
     ours = installed_vllm().version
     return max(
         (card for _, card in cards),

@@ -16,7 +16,7 @@ from pdserve.frontend.plugins import Plugin, PluginContext
 from pdserve.observe.metrics import MergedPage, SlotMetrics
 
 FETCH_WITHIN = 0.5
-"""Seconds to wait for the pages of all other processes; the page omits those that do not respond."""
+"""Seconds to wait for the page of another process; `/metrics` omits processes that do not respond."""
 KEPT = 1.0
 """Seconds that the page is cached, because many scrapers must not multiply the work of every process."""
 MAX_MERGED = 100
@@ -69,7 +69,7 @@ class MetricsPage(Plugin):
 
     async def _fetch(self, instance: Instance, page: MergedPage) -> bool:
         """Merge the page of a process; leave it out if it does not respond. Merging runs in the event loop, page by
-        page, because one takes under a millisecond; a thread for all would hold the GIL for several."""
+        page, because a page takes under a millisecond; a thread that merges all would hold the GIL for several."""
         try:
             async with asyncio.timeout(FETCH_WITHIN):
                 answer = await self._client.get(instance.metrics)

@@ -45,9 +45,9 @@ class Receipts(Plugin):
         self._asking = asyncio.Semaphore(MAX_ASKING)
         self._ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
         self._over: deque[tuple[float, Receipt]] = deque(maxlen=MAX_RECEIPTS)
-        """Receipts with their monotonic time of arrival, in the order of their ends."""
+        """Monotonic time of arrival, and receipt, of finished requests, in the order in which they finished."""
         self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_DETOURS)
-        """The last receipts of requests with problems."""
+        """The same of the last requests with a detour."""
         self._counts = Counter[str]()
         """Counts of the current tick."""
         self._tokens = 0
@@ -89,7 +89,7 @@ class Receipts(Plugin):
         ]
 
     def _reported(self) -> list[Receipt]:
-        """Return the newest receipts and older ones with problems, for dashboards and `status`."""
+        """Return the newest receipts, and older ones with a detour, for dashboards and `status`."""
         now, newest_ones = time.monotonic(), self.receipts(MAX_REPORTED_RECEIPTS)
         since = now - newest_ones[-1].age if len(newest_ones) == MAX_REPORTED_RECEIPTS else 0.0
         astray = [

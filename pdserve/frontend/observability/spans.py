@@ -19,7 +19,7 @@ class RequestSpans(Plugin):
         self._tracer = context.tracer
 
     def begin(self, request: Request, state: RequestState) -> None:
-        """Malformed or too long headers are ignored."""
+        """Start the span; malformed or too long trace headers are ignored."""
         if not self._tracer.on:
             return
         method, path = request.method, state.path
@@ -39,7 +39,7 @@ class RequestSpans(Plugin):
         )
 
     def end(self, record: RequestRecord) -> None:
-        """Workers export the spans of their hops themselves."""
+        """Add the frontend's hops and end the span; workers export the spans of their hops themselves."""
         if (span := record.span) is None:
             return
         receipt, code = record.receipt, record.code

@@ -115,7 +115,7 @@ class Generation:
 
     @property
     def timing(self) -> tuple[int, float, float]:
-        """Tokens, seconds from submit to first token, seconds from first to last token. Call after a single attempt."""
+        """Tokens, seconds from submit to first token, from first to last token. Valid only for a single attempt."""
         return len(self.tokens), self.first_token_at - self.sent_at, self.last_token_at - self.first_token_at
 
     def is_complete(self, max_model_len: int) -> bool:
@@ -138,7 +138,7 @@ class Generation:
         link.add(self)
 
     def detach(self, error: str = "") -> WorkerLink | None:
-        """End the attempt, so that late outputs are ignored. Returns its link."""
+        """End the attempt, so that late outputs are ignored. Returns the attempt's link; None without one."""
         link, self.link = self.link, None
         hops = self.hops.left(self.last_token_at) if link is not None else []
         span, self.span = self.span, None

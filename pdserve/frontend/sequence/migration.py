@@ -32,13 +32,13 @@ from pdserve.observe.metrics import MIGRATIONS
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""Workers that may lose a request after they accepted it, for any reason."""
+"""A request fails when so many workers have accepted and lost it, for any reason."""
 MAX_STALLS = 2
 """Stalled workers that a request is moved away from. It stays at the next one, because it may be what stalls them."""
 MAX_ENGINE_DEATHS = 2
-"""Engines in a row that may die while they compute a request's next token. After the first death, each request that
-was in the engine is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so the second
-death identifies the request that kills engines."""
+"""A request fails when so many engines in a row have died while they computed its next token. After the first death,
+each request that was in the engine is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so
+the second death identifies the request that kills engines."""
 MAX_PARAMETER_BYTES = 32 << 20
 """Bytes of sampling parameters per request. Each sequence sends them to a worker, so they count once for each."""
 RETRY_DELAY = 0.5
@@ -270,7 +270,7 @@ class Migration:
         self._core.fail(generation, RequestFailure.no_worker(self._model, generation.last_loss))
 
     def redirect_if_replaced(self, generation: Generation) -> None:
-        """If the model is replaced, end all sequences of a request without tokens and workers, so that the edge sends
+        """If the model is replaced, end all sequences of a request that has no token and no worker: the edge then sends
         it to the new model. A request at which an engine died fails instead, because the new model's workers would
         count engine deaths from 0. A request with tokens waits for a worker of its own model."""
         state = generation.state

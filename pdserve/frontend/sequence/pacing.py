@@ -22,11 +22,11 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 PACE_SHARE = 2 / 3
-"""Share of the promised gap after which a held output follows. The rest is for delays in this process and on the way to
-the client."""
+"""Share of the promised gap after which the next held output leaves. The rest is for delays in this process and on the
+way to the client."""
 MAX_HELD = 16
-"""Outputs in a reserve. At a promised gap of 60 ms they bridge 660 ms, about the duration of a migration. All may leave
-at once when a response ends."""
+"""Most outputs in a reserve. At a promised gap of 60 ms they leave within 640 ms, about the duration of a migration.
+All may leave at once when a response ends."""
 MAX_HOLD = 0.25
 """Seconds that an output is held while others arrive: hardly noticed by a reader, and enough for `MAX_HELD` outputs at
 64 tokens per second."""

@@ -305,9 +305,9 @@ class OutputHandler:
 
 
 def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty: bool) -> None:
-    """Let `deltas` write the text of this request's outputs while it is ready; vLLM's app gets the other outputs. The
-    next of these includes the token ids of the written text, because the app counts tokens. `empty`: the app makes
-    chunks of outputs without text too (half of a character).
+    """Let `deltas` write the text of this request's outputs while `deltas` is ready; vLLM's app gets the other outputs.
+    The app's next output includes the token ids of the written text, because the app counts tokens. `empty`: the app
+    makes chunks of outputs without text too (half of a character).
 
     Wraps `make_request_output` of vLLM's private `RequestState`, and reads its queue and detokenizer."""
     state = engine.output_processor.request_states[request_id]
@@ -355,7 +355,7 @@ async def make_app(
     """Make vLLM's own app on this engine. Returns it with the routes of `_plain_paths` and with its registry of model
     names.
 
-    The app has no middleware, which would cost time on every chunk; the frontend does its work. Errors of streams are
+    The app has no middleware, which would cost time on every chunk; the frontend replaces it. Errors of streams are
     reported by `report_errors`. Raises ValueError for parsers that do not fit the model."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []

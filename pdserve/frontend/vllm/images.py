@@ -82,8 +82,8 @@ class ImageReader(MediaConnector):  # type: ignore[misc]
 
 
 def _read(load: Callable[[bytes], Any], state: RequestState, data: bytes) -> Any:
-    """Decode an image of the request within the limits; runs in the reading thread. Its pixels count until it is freed
-    or the request is over, because the traceback of an error may keep the request's other images."""
+    """Decode an image of the request within the limits; runs in the reading thread. Its pixels count until it is freed.
+    The request's end frees it too, because the traceback of an error may still hold it."""
     try:
         pixels = _pixels(data)
         if pixels is None or pixels > MAX_PIXELS:

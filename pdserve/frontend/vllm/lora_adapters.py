@@ -137,7 +137,7 @@ class AdapterStore:
 
 
 def _silent(workers: Iterable[Instance], asked: Adapter) -> list[str]:
-    """Ids of the workers that have not reported on the adapter."""
+    """Ids of the workers with LoRA that have not reported on the adapter."""
     return [each.id for each in workers if each.adapters is not None and not _report(each, asked)]
 
 

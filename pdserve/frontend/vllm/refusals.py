@@ -72,7 +72,7 @@ def _bounds(schema: object) -> Iterator[tuple[str, int | float]]:
 
 
 def unsupported(request: EngineCoreRequest, prompt_tokens: int, n: int) -> str | None:
-    """Why no worker can serve the request; None if one can. `prompt_tokens`: sum over its prompts so far."""
+    """Why no worker can serve the request; None if one can. `prompt_tokens`: of the HTTP request's prompts so far."""
     kinds = {feature.modality for feature in request.mm_features or ()} - {"image"}
     if kinds or request.prompt_embeds is not None:
         return "only text and images are served: audio, video and prompt embeddings are not"

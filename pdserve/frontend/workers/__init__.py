@@ -6,4 +6,4 @@ from collections.abc import Callable
 from pdserve.stream.tcp import TcpStreamClient
 
 Connect = Callable[[str], TcpStreamClient]
-"""Makes a client for a decode worker's address, which the caller enters."""
+"""Makes a client for a decode worker's address; the caller enters the client."""

@@ -34,7 +34,7 @@ class Candidates:
 
     @property
     def capacity(self) -> Capacity:
-        """The sum over all workers. A full worker adds only its maximum of requests."""
+        """The sum over all workers. A full worker adds only its `max_requests`."""
         # the running sum has rounding errors, which must not hide a free worker
         tokens = float("inf") if self._unbounded else max(self._free_tokens, 1e-6)
         return Capacity(self._requests, self._free_requests, tokens if self._free else 0.0)
@@ -64,8 +64,8 @@ class Candidates:
         avoid: Set[str] = frozenset(),
         preferred: Iterable[str] = (),
     ) -> list[str]:
-        """Return the next `WINDOW` workers in round-robin order after `last`, then the others of `preferred`. Workers
-        in `avoid` are returned only if there is no other, and full workers only if none has capacity."""
+        """Return the next `WINDOW` workers in round-robin order after `last`, then the rest of `preferred`. Workers
+        in `avoid` are returned only if no others are left, and full workers only if none has capacity."""
         for skipped in (never | avoid, never):
             for workers in (self._free, self._all):
                 if found := _next(workers, last, skipped):

@@ -23,7 +23,7 @@ class Link:
         self.generations: dict[str, Generation] = {}
         """by attempt id"""
         self.tokens = 0.0
-        """of KV that these will need"""
+        """of KV that these generations will need"""
         self.load = Load()
         """the worker's last report"""
         self.new_kv_tokens = 0.0
@@ -43,7 +43,7 @@ class Link:
         """calls of `check_silence` in a row that found no new bytes"""
         self._seen_received = 0.0
         self._outbox: asyncio.Queue[ToDecode | None] = asyncio.Queue()
-        """None: `cut`"""
+        """None ends the link (`cut`)"""
 
     def add(self, generation: Generation) -> None:
         """Count the generation's current attempt at this worker."""
@@ -56,7 +56,7 @@ class Link:
     def remove(self, generation: Generation) -> None:
         self.generations.pop(generation.attempt_id, None)
         self.tokens -= generation.kv_tokens
-        if not self.generations:  # a worker may not report that it is idle again
+        if not self.generations:  # a worker that becomes idle may send no report
             self.new_kv_tokens = 0.0
             self.new_prompt_tokens = 0
         self.notify_changed()
@@ -92,8 +92,8 @@ class Link:
             next(iter(permits)).admission.control.yield_slots(count, permits)
 
     def outstanding(self, frontends: int) -> float:
-        """Estimate the tokens of KV that all requests at the worker need. Counts for each other frontend as many new
-        requests since the last report as for this one; otherwise all frontends would choose the same worker."""
+        """Estimate the tokens of KV that all requests at the worker need. Assumes that each other frontend has sent as
+        much as this one since the last report; otherwise all frontends would choose the same worker."""
         return self.tokens + self._others_kv_tokens + (frontends - 1) * self.new_kv_tokens
 
     @property
@@ -107,13 +107,13 @@ class Link:
         self._outbox.put_nowait(message)
 
     def cut(self) -> None:
-        """End the link, whose worker is gone although its address answers."""
+        """End the link, because its worker is gone although another process answers at the address."""
         self._outbox.put_nowait(None)
 
     async def send(self, client: TcpStreamClient, listener: "LinkListener") -> None:
-        """Send posted messages until the worker is gone, then return: the client still delivers the worker's last
-        messages, which name the requests at which its engine died, and raises after them. Raises PeerGone after
-        `cut`."""
+        """Send posted messages until the worker is gone; raises PeerGone after `cut`. When the worker is gone, returns,
+        because `client.deliver` first passes on the worker's last messages (which requests its engine died at), and
+        then raises."""
         while True:
             if (message := await self._outbox.get()) is None:
                 raise PeerGone(self.instance)

@@ -46,8 +46,8 @@ HAND_OVER_POLL = 0.5
 """Seconds between two checks whether a stand-in is still needed."""
 SILENCE_CHECK_INTERVAL = 0.25
 MAX_SILENT_CHECKS = 9
-"""Seconds between two checks whether a worker has sent bytes, and checks in a row without any after which it counts as
-stalled. A working worker answers heartbeats."""
+"""Seconds between two checks whether a worker has sent bytes, and number of checks in a row that find none, after which
+it counts as stalled. A healthy worker answers heartbeats."""
 
 
 class HandedOver(Exception):
@@ -73,7 +73,7 @@ class WorkerPool:
         self._linking: set[str] = set()
         """ids of the instances for which a task keeps a link"""
         self._renewing: set[str] = set()
-        """ids of the instances that are reconnected without delay, because their links had been stable"""
+        """ids of the instances that are reconnected without delay, because their last link held for a while"""
         self._failures: dict[str, tuple[int, str]] = {}
         """by id of a listed instance: number of lost links and failed attempts; the last reason"""
         self._decode = Candidates()
@@ -82,7 +82,7 @@ class WorkerPool:
         self._touched: set[str] = set()
         """ids of the workers that changed since the last update of the candidates"""
         self._prefixes = PrefixIndex()
-        """empty unless the policy is `kv`"""
+        """prefixes that the workers have cached; empty unless the policy is `kv`"""
         self._tasks = TaskOwner()
         self._watching: asyncio.Task[None] | None = None
         self._last = ""
@@ -145,7 +145,7 @@ class WorkerPool:
 
     @property
     def usable_decode_workers(self) -> int:
-        """The same without stand-ins and stalled workers."""
+        """Number of decode workers that accept requests now, without stalled ones."""
         return len(self._decode) if self._ready() is self._decode else 0
 
     def links(self) -> list[LinkState]:
@@ -162,7 +162,7 @@ class WorkerPool:
         return replace(state, up=not link.refused, requests=link.requests, round_trip=link.round_trip())
 
     def accepts_requests(self, link: WorkerLink | None) -> bool:
-        """Whether a request at this link has a worker that accepts further requests."""
+        """Whether the link's worker accepts further requests; false without a link."""
         return link is not None and link.instance in self._ready()
 
     @property
@@ -207,7 +207,7 @@ class WorkerPool:
         return {id for id, worker in self._instances.items() if adapter and not worker.has_adapter(adapter)}
 
     def _check_adapter(self, lora: Any) -> None:
-        """Raise BadRequest if an adapter that no worker has was unloaded, or has other weights by now."""
+        """Raise BadRequest if this adapter, which no worker has, was unloaded or has other weights now."""
         if lora is not None:
             known = self._adapters.get(lora.lora_name)
             if known is None or known.id != lora.lora_int_id:
@@ -227,8 +227,8 @@ class WorkerPool:
 
     def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
         """Choose a worker, one with capacity if there is any; None if there is no worker. Workers that lost this
-        generation are the last resort; never chosen with `only_others`. Raises BadRequest if no worker will have its
-        adapter any more."""
+        generation are the last resort, or never chosen with `only_others`. Raises BadRequest if its adapter was
+        unloaded."""
         lacking, lost = self._lacking(generation), generation.lost_by
         salt, images = generation.request.cache_salt, prompt_images(generation.request.mm_features)
         cached = self._prefixes.cached(generation.prompt, salt, generation.adapter, images)
@@ -291,7 +291,7 @@ class WorkerPool:
     # the links
 
     def _make_links(self) -> None:
-        """Start a task for each link that is wanted and has none."""
+        """Start a task for each wanted link that has no task."""
         needed = self._needs_stand_ins()
         for instance in self._instances.values():
             if instance.id not in self._linking and (needed or not instance.is_stand_in):
@@ -299,7 +299,7 @@ class WorkerPool:
                 self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
 
     def _cut_replaced(self) -> None:
-        """End a killed worker's link if it reconnected to its successor at the same address, as in a restarted pod."""
+        """End a killed worker's link that reconnected to the successor at the same address, as in a restarted pod."""
         taken = {instance.address for instance in self._instances.values()}
         for id, link in self._links.items():
             if id not in self._instances and link.address in taken:

@@ -12,9 +12,9 @@ from pdserve.contract.records import Instance
 from pdserve.contract.slo import MIN_MISS_DIFFERENCE, gap_miss_probability, ttft_miss_probability
 
 LOAD_WEIGHT = 0.1
-"""Tokens to prefill that one outstanding token at a worker counts for: the router follows a prefix hit until that
-worker has ten more outstanding tokens than another for each token that the hit saves. Far below 1, because most
-outstanding tokens have their KV already and only share engine steps with the new request (see decision 0031)."""
+"""Cost of an outstanding token at a worker, in tokens to prefill: a prefix hit decides until its worker has ten more
+outstanding tokens than another worker for each token that the hit saves. Far below 1, because most outstanding tokens
+have their KV already and only share engine steps with the new request (see decision 0031)."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ def choose(
     `cached`, for `kv`: by instance id, leading prompt tokens whose KV the worker has."""
 
     def load(instance: Instance) -> float:
-        """As a share of the worker's KV cache."""
+        """Outstanding tokens as a share of the worker's KV cache."""
         return outstanding.get(instance.id, 0.0) / (instance.kv_tokens or 1)
 
     def cost(instance: Instance) -> tuple[float, float]:
-        """Tokens to prefill, less the prompt's length, which is the same for all, plus weighted outstanding tokens."""
+        """Weighted outstanding tokens less cached ones (all workers share the prompt's length); then the load."""
         return LOAD_WEIGHT * outstanding.get(instance.id, 0.0) - cached.get(instance.id, 0), load(instance)
 
     match policy:

@@ -30,7 +30,7 @@ from pdserve.observe.process_pages import read_watched
 from pdserve.util import clock
 
 KEPT = 1.0
-"""Seconds that the state is cached for all open pages."""
+"""Seconds that the state is cached for all viewers."""
 PER_SECOND = 50
 """Most processes polled per second; the state of a larger graph is cached for longer."""
 MAX_LINKS = 400
