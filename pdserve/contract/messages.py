@@ -125,8 +125,8 @@ class Failed(Struct, frozen=True, tag=True):
     invalid: bool = False
     """the request is invalid, so every worker would refuse it; 400"""
     engines_died: int = 0
-    """as in `Submit`, including this worker's engine. A worker that vanishes without this message does not count,
-    because it was killed or cut off, which no request causes"""
+    """`Submit.engines_died`, plus this worker's engine if it died. A worker that vanishes without this message does not
+    count, because it was killed or cut off, which no request causes"""
 
 
 class Load(Struct, frozen=True):
@@ -152,7 +152,7 @@ class Load(Struct, frozen=True):
     prompt_wait: float = 0.0
     """decode worker: expected seconds until a new prompt starts, locally or remotely"""
     token_seconds: float = 0.0
-    """expected seconds per token of that prompt"""
+    """expected seconds per token of a new prompt"""
     gap_seconds: float = 0.0
     """measured seconds between two tokens of a stream, or from the arrival of its KV to its first token; decays while
     not measured"""
@@ -222,8 +222,8 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     reads_state: bool = False
     """the decode worker reads `PrefillStarted.state`; for older ones the prefill worker broadcasts each pull"""
     begin_within: float = 0.0
-    """above 0: addressed to one prefill worker outside the queue, because it has the prompt's prefix cached: seconds
-    from its arrival there within which the worker begins it, or never"""
+    """above 0: sent outside the queue to one prefill worker, which has the prompt's prefix cached ("addressed"). It
+    begins the request within so many seconds of the arrival, or not at all"""
     client: str = ""
     """as in `Submit`; only of addressed requests"""
     due: float | None = None
@@ -267,7 +267,7 @@ class QueueState(Struct, frozen=True, tag=True):
 
 
 class PrefillPrefixes(Struct, frozen=True, tag=True):
-    """Changes of a prefill worker's prefix cache, for decode workers that send prompts to the worker with their
+    """Changes of a prefill worker's prefix cache, for decode workers that send a prompt to the worker with its
     prefix."""
 
     worker: str
@@ -276,10 +276,10 @@ class PrefillPrefixes(Struct, frozen=True, tag=True):
 
 
 class HeldRequests(Struct, frozen=True, tag=True):
-    """Number of requests that a decode worker holds back, to publish them later. Sent every second and on changes."""
+    """Number of requests that a decode worker holds back. Sent on changes, and each second if above 0."""
 
     sender: str
-    """new at each start of the worker"""
+    """random id of the decode worker's process"""
     count: int
 
 
@@ -340,7 +340,7 @@ class PrefillDone(Struct, frozen=True, tag=True):
     first: list[bytes] = []
     """the first token, in vLLM's encoding of EngineCoreOutputs; empty: the decode engine samples it"""
     engine_queued: float = 0.0
-    """part of `compute_seconds` in the engine's waiting queue"""
+    """part of `compute_seconds` that the prompt was in the engine's waiting queue"""
 
 
 RETURNED = "returned"

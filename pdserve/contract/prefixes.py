@@ -20,7 +20,7 @@ cache it reports every 2nd block, every 4th, and so on."""
 
 
 def root_name(salt: str | None, adapter: int = 0) -> bytes:
-    """Return the parent of a prompt's first name, which differs for each cache salt and LoRA adapter."""
+    """Return the `parent` for a prompt's first block; it differs for each cache salt and LoRA adapter."""
     if not (salt or adapter):
         return b""
     key = adapter.to_bytes(NAME_BYTES) if adapter else b""
@@ -82,7 +82,7 @@ def image_key(name: str, offset: int) -> bytes:
 
 
 def report_stride(blocks: int) -> int:
-    """Return n if every nth block of a cache of this size is reported."""
+    """Return the smallest power of 2 at which a cache of so many blocks has at most `MAX_REPORTED` names."""
     stride = 1
     while blocks > stride * MAX_REPORTED:
         stride *= 2
@@ -191,7 +191,7 @@ class CachedPrefixes:
         return list(self._reported)
 
     def follow(self, follower: str, wanted: bool = True) -> bool:
-        """Collect changes until this follower's next call of `changes`, or stop that. Return whether it is new."""
+        """Collect changes for this follower's calls of `changes`, or stop that. Return whether the follower is new."""
         if not wanted:
             self._changed.pop(follower, None)
         elif follower not in self._changed:
@@ -200,7 +200,7 @@ class CachedPrefixes:
         return False
 
     def changes(self, follower: str) -> tuple[list[bytes], list[bytes]]:
-        """Return the names added and the names removed since its last call. A name may be listed without a change."""
+        """Return the names added and removed since the follower's last call. A name may be listed without a change."""
         if not (changed := self._changed.get(follower)):
             return [], []
         self._changed[follower] = set()

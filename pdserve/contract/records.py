@@ -188,7 +188,7 @@ class SlotState(Struct, frozen=True):
 
 
 class ModelCard(Struct, frozen=True):
-    """What a frontend needs to serve a model. Each decode worker writes its own card, under its lease."""
+    """What a frontend needs to serve a model. Each worker that may decode writes its own card, under its lease."""
 
     name: str
     """the served model name"""

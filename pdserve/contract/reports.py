@@ -62,7 +62,7 @@ class Receipt(Struct, frozen=True):
     """name of the request's API key"""
     status: int = 0
     """HTTP status of the response, or of the error that ended its stream; 0: no response yet; 499: the client
-    disconnected before the response"""
+    disconnected before the response began"""
     error: str = ""
     prefill: str = ""
     """`local`, `remote`, or `local,remote` if its sequences (n > 1, several prompts) differed"""

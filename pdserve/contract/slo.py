@@ -1,7 +1,7 @@
 """The SLO of a model and of its requests: TTFT and the longest gap between two tokens. Pure.
 
-A model's file sets it in the section `Slo`, `pdserve set` changes it live, and a request's headers relax it. They never
-tighten it, because a tighter gap makes the chunk smaller for all clients (docs/decisions/0060-the-promise.md)."""
+A model's file sets it in the section `Slo`, `pdserve set` changes it live, and a request's headers relax it. Headers
+never tighten it, because a tighter gap makes the chunk smaller for all clients (docs/decisions/0060-the-promise.md)."""
 
 import math
 import re
@@ -19,7 +19,7 @@ TTFT_UNCERTAINTY = 0.4
 GAP_VARIATION = 0.3
 """Relative amount by which the longest of several steps with a prefill chunk exceeds their mean."""
 MIN_MISS_DIFFERENCE = 0.05
-"""Smallest difference in expected SLO misses that decides between local and remote prefill."""
+"""Smallest difference in expected SLO misses that alone decides between workers, or for remote prefill."""
 OFF = "off"
 """Value of a live setting: no SLO."""
 DURATION = f"a duration with its unit, 1ms to {MAX_SECONDS:g}s, as in 500ms or 2s"
@@ -92,7 +92,7 @@ def ttft_miss_probability(expected: float, left: float) -> float:
 
 
 def gap_miss_probability(mean: float, gap: float) -> float:
-    """Return the probability that the longest gap exceeds `gap` seconds if the mean is `mean` seconds."""
+    """Return the probability that the longest gap exceeds `gap` seconds if gaps take `mean` seconds on average."""
     return _ramp(mean / gap, 1 - GAP_VARIATION, 1.0)
 
 

@@ -83,9 +83,9 @@ def handler() -> logging.Handler:
 
 
 class RepeatFilter(logging.Filter):
-    """Limits repeated warnings and errors, so that they do not fill the disk: each line of code may log one traceback
-    in `TRACE_EVERY` seconds and `BURST` records in `BURST_SECONDS`. The next record from that line says how many were
-    left out."""
+    """Limits repeated warnings and errors, so that they do not fill the disk: each line of code may, for each type of
+    exception, log one traceback in `TRACE_EVERY` seconds and `BURST` records in `BURST_SECONDS`. The next such
+    record says how many were left out."""
 
     TRACE_EVERY, BURST, BURST_SECONDS = 60.0, 100, 10.0
 

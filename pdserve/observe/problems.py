@@ -351,7 +351,7 @@ def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
 
 
 def _lost(receipts: Iterable[Receipt]) -> dict[str, list[str]]:
-    """By slot: the reasons of recent migrations from its worker, also of unfinished ones."""
+    """By slot: the reasons of recent migrations from its worker, also of requests that still run."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for age, hop, _ in detours(receipts):
         if hop.name == "migration" and age < RECENT_SECONDS:

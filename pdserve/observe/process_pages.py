@@ -55,7 +55,7 @@ class ProcessPages:
         self.unready: Callable[[], str] = lambda: "it is starting"
         self.watched: Callable[[], ProcessReport] = ProcessReport
         self.receipts: Callable[[int, str | None, str], list[Receipt]] = lambda limit, key, request_id: []
-        """Functions of the `Service`, called in the event loop."""
+        """These four are functions of the `Service`, called in the event loop."""
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
 async def read_watched(
     instances: Iterable[Instance], client: httpx.AsyncClient | None = None
 ) -> dict[str, ProcessReport]:
-    """By instance id, without processes that do not respond. Pass a client to keep connections between calls."""
+    """By instance id, reports of processes that respond. Pass a client to keep connections between calls."""
     return await _read_all(instances, WATCH, _decode_watched, client)
 
 

@@ -91,8 +91,8 @@ class Tracer:
     def request(
         self, name: str, started: float, headers: Mapping[str, Sequence[str]], attributes: Attributes
     ) -> TracedSpan | None:
-        """Start the span of an HTTP request. `headers`: all values of `traceparent` and `tracestate`. None if the
-        request is not sampled."""
+        """Start the span of an HTTP request. `headers`: all values of `traceparent` and `tracestate`. None outside
+        `exporting`, or if the request is not sampled."""
         if self._tracer is None:
             return None
         if len(headers["traceparent"]) > 1:  # ambiguous
@@ -103,7 +103,7 @@ class Tracer:
     def part(
         self, name: str, started: float, traceparent: str, attributes: Attributes = _NONE
     ) -> TracedSpan | None:
-        """Start a child of another process's span; None if `traceparent` has none."""
+        """Start a child of another process's span; None if not sampled, or without a valid `traceparent`."""
         parent = _PROPAGATOR.extract({"traceparent": traceparent})
         if self._tracer is None or not trace.get_current_span(parent).get_span_context().is_valid:
             return None

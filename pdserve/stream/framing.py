@@ -1,12 +1,13 @@
 """A TCP connection, plain or with TLS, that carries frames both ways.
 
-A frame is a length (four bytes, big-endian) and that many bytes. Without TLS, and if both sides have agreed, a checksum
-follows the length and another the body: the CRC-32 of all bytes sent in that direction so far. A frame that was
-damaged, lost, repeated or moved ends the connection (docs/decisions/0096-checked-frames.md).
+A frame is a length (four bytes, big-endian) and that many bytes. Without TLS, if both sides have agreed, a checksum
+follows the length, and another one follows the body. Each is the CRC-32 of all lengths and bodies sent in that
+direction so far. A frame that was damaged, lost, repeated or moved ends the connection
+(docs/decisions/0096-checked-frames.md).
 
-An empty frame is a heartbeat. The server answers each with another, from which the client measures the round trip. When
-a process ends, its connections close at once. When a process hangs or the network is cut, the other side ends the
-connection after some seconds of silence. An ended connection is never used again.
+An empty frame is a heartbeat. A server with nothing left to send answers it with another, from which the client
+measures the round trip. When a process ends, its connections close at once. When a process hangs or the network is cut,
+the other side ends the connection after some seconds of silence. An ended connection is never used again.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ class FramedConnection(asyncio.Protocol):
         self.max_frame = max_frame
         """bytes; a longer frame ends the connection"""
         self.name = ""
-        """the other side's name after its greeting"""
+        """the frontend's name, once it has greeted this server"""
         self.unreadable = 0
         """number of messages that could not be decoded"""
         self.answers = False
@@ -82,7 +83,7 @@ class FramedConnection(asyncio.Protocol):
         self._closed = asyncio.Event()
         self._sent_sum: int | None = None
         self._received_sum: int | None = None
-        """CRC-32 of all bytes sent, or received; None: frames have no checksums"""
+        """CRC-32 of all lengths and bodies sent, or received; None: frames have no checksums"""
 
     def check(self) -> None:
         """Send and expect checksums from the next frame on."""

@@ -32,8 +32,8 @@ _LEVEL_COLOURS = {"W": "33", "E": "1;31", "C": "1;31"}
 
 
 class ProcessOutput:
-    """The terminal and the log files of `serve`. The files get every line; the terminal no INFO lines of vLLM and no
-    known noise unless `verbose`, and with `fmt` `json` only JSON lines."""
+    """The terminal and the log files of `serve`. The files get every line. Unless `verbose`, the terminal gets no INFO
+    lines of vLLM and no known noise. With `fmt` `json`, it gets only JSON lines."""
 
     def __init__(
         self, log_dir: Path, fmt: str = "text", verbose: bool = False, stream: TextIO | None = None

@@ -79,7 +79,7 @@ class SupervisedRole(SupervisedProcess):
             env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS_VARIABLE: self._sockets},
             guardian=self.guardian,
             wave=self.wave,
-            # The guardian then stops the role in its wave; without a guardian, the role ends by itself.
+            # When the supervisor dies, the guardian stops the role in its wave; without one, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
         )
 

@@ -37,7 +37,7 @@ from pdserve.util.program import pdserve_command
 logger = logging.getLogger(__name__)
 
 AFTER_DRAIN = 10.0
-"""Seconds beyond its drain timeout for a role to end."""
+"""Seconds that a role may take to end after its drain timeout."""
 
 
 def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:

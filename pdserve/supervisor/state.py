@@ -90,7 +90,7 @@ class StateFolder:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self.lock = lock
-        """Descriptor of the lock file. The guardian inherits it, so that the lock is held until both have ended."""
+        """Descriptor of the lock file. The guardian inherits it: the lock is held until supervisor and guardian end."""
         self.run = secrets.token_hex(8)
         """Mark of this graph's processes, which a later `serve` reads to find leftovers (`guardian.groups_of`)."""
         self._files: dict[Path, bytes] = {}
@@ -161,7 +161,7 @@ class StateFolder:
             await asyncio.sleep(SNAPSHOT_INTERVAL)
 
     def leave(self) -> None:
-        """Remove the record, if the folder is still this graph's."""
+        """Remove record and snapshot, if the folder is still this graph's."""
         if self._holds_lock():
             for name in (_RECORD, _SNAPSHOT):
                 (self.path / name).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """A role without `serve`: run by hand, or by systemd, Slurm or Kubernetes. Its parent, a small process, forwards
-signals, kills a role that hangs, and removes what it leaves behind. The manager decides on restarts by the exit code
-(docs/hosts.md)."""
+signals, kills a role that hangs, and removes what the role leaves behind. systemd, Slurm or Kubernetes decides on
+restarts by the exit code (docs/hosts.md)."""
 
 import ctypes
 import faulthandler
@@ -159,7 +159,7 @@ def _notify(state: str) -> None:
 
 
 def _descendants() -> list[int]:
-    """The processes below this one, without ended children, which are reaped."""
+    """Reap ended children, and return the processes below this one."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -103,8 +103,8 @@ class Child:
         the signal `parent_death` when the thread that started the child ends.
 
         `output` gets each line of stdout and stderr, without its end. `env` is added to this process's environment. The
-        guardian stops the child in its `wave` when the supervisor is killed. A child that `outlives` the supervisor
-        until then inherits the reading end of its own pipe, because a broken pipe ends programs written in Go."""
+        guardian stops the child in its `wave` when the supervisor was killed. A child that `outlives` the supervisor
+        inherits the reading end of its own pipe, because a broken pipe ends programs written in Go."""
         self.name = name
         self._guardian = guardian
         self._tail: deque[str] = deque(maxlen=TAIL)

@@ -27,8 +27,8 @@ KNOWN_FRONTEND_DELAY = 0.02
 
 
 async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], interval: float, limit: float) -> float:
-    """Check every `interval` seconds; return the seconds when the check has failed for `limit` seconds in a row. Checks
-    are counted, because the supervisor may have been stopped itself meanwhile."""
+    """Check every `interval` seconds until the check has failed for `limit` seconds in a row; return these seconds.
+    They are counted in checks, because the supervisor itself may be stopped for a while (SIGSTOP)."""
     failing = 0.0
     while failing < limit:
         await asyncio.sleep(interval)
