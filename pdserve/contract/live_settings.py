@@ -1,6 +1,6 @@
 """Live settings: values that `pdserve set` changes in a running graph. Pure.
 
-They are text values in the registry and override the file's. As in a file, a threshold without a policy implies the
+They are texts in the registry and override the file's values. As in a file, a threshold without a policy implies the
 policy `threshold`."""
 
 from collections.abc import Iterable, Mapping

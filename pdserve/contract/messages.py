@@ -154,8 +154,8 @@ class Load(Struct, frozen=True):
     token_seconds: float = 0.0
     """expected seconds per token of a new prompt"""
     gap_seconds: float = 0.0
-    """measured seconds between two tokens of a stream, or from the arrival of its KV to its first token; decays while
-    not measured"""
+    """measured seconds between two tokens of a stream, or from the arrival of its KV to its first token; falls while
+    nothing is measured"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):

@@ -204,7 +204,7 @@ class ModelCard(Struct, frozen=True):
     created: int = 0
     """Unix seconds, for display"""
     fingerprint: str = ""
-    """as in the worker's Instance"""
+    """`Instance.fingerprint` of the worker"""
     generation: int = 0
     """incremented with each change of the model under this name; the highest is the newest, whatever the clocks say"""
 

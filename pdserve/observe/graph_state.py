@@ -137,7 +137,7 @@ def slot_name(instance_id: str) -> str:
 
 
 def short_names(ids: Iterable[str]) -> dict[str, str]:
-    """By instance id: the name of its slot, or the id where several have the same slot. Pure."""
+    """By instance id: the name of its slot, or the id if several instances have the same slot. Pure."""
     short = {name: slot_name(name) for name in ids}
     count = Counter(short.values())
     return {name: name if count[slot] > 1 else slot for name, slot in short.items()}

@@ -20,7 +20,7 @@ RATE_TICKS = 5
 """Ticks over which the rates of refused and failed requests are averaged."""
 SLOW_FACTOR = 4.0
 """A link is slow if its bytes per second are below the median of the other links by this factor, and its seconds per
-request above their median by half this factor. Either alone may come from unusually short or long prompts."""
+request above their median by half this factor. One of these alone may come from unusually short or long prompts."""
 MIN_SLOW_PULL = 0.25
 """Least seconds per request of a link that is reported as slow."""
 MAX_IDLE = 60.0
@@ -49,7 +49,7 @@ class Node(Struct, frozen=True):
     """A process that is registered, or that its supervisor keeps alive."""
 
     name: str
-    """Name of its slot, as `decode-0`; the instance id where several processes have the same slot."""
+    """Name of its slot, as `decode-0`; its instance id if several processes have the same slot."""
     role: Role
     state: str
     """`ready`, `draining`, `stalled`, `does not answer`, or a state of its slot (`SlotState`)."""
@@ -82,7 +82,7 @@ class Problem(Struct, frozen=True):
     seconds: float | None = None
     """Duration so far; None if unknown."""
     advice: str = ""
-    """What the operator can do; empty where the problem passes by itself, or the text says it."""
+    """What the operator can do; empty if the problem passes by itself, or the text says it."""
 
 
 def nodes(state: GraphState, now: float) -> list[Node]:
@@ -242,7 +242,7 @@ def _process(node: Node, why_lost: Sequence[str], etcd_away: bool) -> Problem | 
 
 
 def _of_each_model(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
-    """Problems of each model, named where there are several."""
+    """Problems of each model, with its name if there are several models."""
     models = {*decode_workers(state), *(each.model for each in state.gone)} - {""} or {""}
     for model in sorted(models) if processes else ():
         workers = [node for node in processes if node.instance and node.instance.model == model]
@@ -341,7 +341,7 @@ def _links(processes: Sequence[Node]) -> Iterator[Problem]:
 
 
 def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
-    """The factor by which the link's bytes per second are below the median of `others`; 0 where its seconds per request
+    """The factor by which the link's bytes per second are below the median of `others`; 0 if its seconds per request
     are not far above their median."""
     if not others or not link.bytes_per_second:
         return 0.0

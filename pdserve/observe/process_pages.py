@@ -1,6 +1,6 @@
 """The HTTP pages of each process (metrics, reports, liveness, readiness), and functions to read those of many
 processes. The pages are read-only, have no text of requests, and are open to all that reach `Graph.host`. On loopback,
-requests for other host names (DNS rebinding) are refused."""
+requests whose Host header names another machine (DNS rebinding) are refused."""
 
 import asyncio
 import os

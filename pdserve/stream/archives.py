@@ -1,4 +1,4 @@
-"""An archive of a model's folder without weights, which frontends on other hosts fetch from a decode worker over a
+"""An archive of a model's folder (without weights) that frontends on other hosts fetch from a decode worker over a
 stream (docs/decisions/0053-archives-over-streams.md)."""
 
 import asyncio

@@ -130,8 +130,8 @@ class FramedConnection(asyncio.Protocol):
 
     def beat(self, silence: float, *, stalled: bool) -> None:
         """End the connection after `silence` seconds without received bytes, else send a heartbeat. The side that
-        answers heartbeats sends one only if it has sent nothing for a while. A process that `stalled` or paused reading
-        does not know whether the other side was silent."""
+        answers heartbeats sends one only if it has sent nothing for a while. If this process `stalled` or paused
+        reading, the silence counts from now, because bytes may have arrived."""
         now = time.monotonic()
         if stalled or self._reading_paused:
             self.heard = now

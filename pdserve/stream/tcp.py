@@ -44,7 +44,7 @@ CHECKED = b" crc32"
 WORKER_SILENCE = 4.0
 """Seconds without a byte after which a worker counts as gone."""
 FRONTEND_SILENCE = 8.0
-"""The same for a frontend: longer, so that a short stall (loading a tokenizer) does not lose all its requests."""
+"""Seconds without a byte after which a frontend counts as gone; longer, so that it survives loading a tokenizer."""
 CONNECT_TIMEOUT = 3.0
 """Seconds for the connection, TLS and the worker's greeting."""
 GREETING_TIMEOUT = 5.0

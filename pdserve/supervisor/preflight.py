@@ -56,7 +56,7 @@ def running_graph(config: Config) -> tuple[set[int], str]:
 def hold_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
     """Reserve the graph's fixed ports on this machine by an abstract Unix socket named after each, because its
     processes listen only seconds later, and with SO_REUSEPORT frontends of two graphs could share a port. Raises
-    ConfigError where a port is busy or reserved, or the disk full. All graphs reserve in the same order, so that one of
+    ConfigError if a port is busy or reserved, or the disk is full. All graphs reserve in the same order, so that one of
     two that start together gets all ports."""
     if refused := [text for _, text in _refused_now(config, slots)]:
         raise ConfigError(refused)
@@ -129,7 +129,7 @@ def busy_ports(
     ports: Iterable[FixedPort], ours: Collection[int] = (), claims: Mapping[str, set[int]] = {}
 ) -> Iterator[str]:
     """A sentence for each port on which a process other than `ours` (pids) listens, or which another graph reserved.
-    Raises ConfigError where this user may not listen on a port."""
+    Raises ConfigError if this user may not listen on a port."""
     for port in sorted(ports):
         pids = (claims.get(claim, set()) for claim in port.claims())
         graphs = (min(found) for found in pids if found and found.isdisjoint(ours))

@@ -107,7 +107,7 @@ async def _serve(
 
 
 def _credentials(config: Config, folder: state.StateFolder) -> Credentials | None:
-    """The credentials that the file names; new ones where the graph runs its own NATS and etcd. The state directory's
+    """The credentials that the file names; new ones if it names neither credentials nor servers. The state directory's
     lock ensures that no process still uses an earlier run's credentials."""
     if config.security.credentials is None and config.nats is None and config.etcd is None:
         return folder.fresh_credentials()

@@ -55,7 +55,7 @@ class GraphRecord(msgspec.Struct, frozen=True):
         return Credentials.load(Path(self.credentials) if self.credentials else None)
 
     def serving(self, config: Config) -> Config:
-        """The configuration with this graph's servers and credentials where it names none."""
+        """The configuration with this graph's servers and credentials added if it names none."""
         folder = Path(self.credentials) if self.credentials else None
         security = replace(config.security, credentials=config.security.credentials or folder)
         return replace(
@@ -67,7 +67,7 @@ class GraphRecord(msgspec.Struct, frozen=True):
 def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
     """Lock the state directory. If its last supervisor was killed, wait until its guardian has stopped the graph; if
     the guardian was killed too, stop the leftover processes, each wave of roles with `patience` seconds. Raises
-    ConfigError where another graph holds the lock, or the directory cannot be written."""
+    ConfigError if another graph holds the lock, or the directory cannot be written."""
     try:
         folder = StateFolder(state_dir, _wait_for_lock(state_dir))
     except OSError as error:
@@ -98,7 +98,7 @@ class StateFolder:
         self._problem = ""
 
     def fresh_credentials(self) -> Credentials:
-        """Make credentials for this run of the graph. Raises ConfigError where they cannot be written."""
+        """Make credentials for this run of the graph. Raises ConfigError if they cannot be written."""
         try:
             made = create(self.path / _CREDENTIALS, valid=None)
             paths = (made.authority, made.certificate, made.key)
@@ -108,18 +108,18 @@ class StateFolder:
         return made
 
     def record(self, graph: GraphRecord) -> None:
-        """Write the record. Raises ConfigError where that fails; the previous record then stays."""
+        """Write the record. Raises ConfigError if that fails; the previous record then stays."""
         self._graph = graph
         self._files[self.path / _RECORD] = write(self.path, graph)
 
     def server_changed(self, name: str, how: str) -> None:
-        """Add to the record's `down`."""
+        """Record in `down` how a server ended; empty: it is ready again."""
         if self._graph:
             self._graph = msgspec.structs.replace(self._graph, down=self._graph.down | {name: how})
             self.keep(_RECORD, msgspec.json.encode(self._graph))
 
     def keep(self, name: str, data: bytes) -> None:
-        """Write a file, which `restore` writes again if it is lost, or cannot be written now."""
+        """Write a file. `restore` writes it again if it is lost, or could not be written."""
         self._files[self.path / name] = data
         with contextlib.suppress(OSError):
             _write(self.path / name, data)
@@ -139,7 +139,7 @@ class StateFolder:
 
     def restore(self) -> None:
         """Make the folder and lock again if they are gone, and write files again that are gone or changed. Raises
-        OSError, and ConfigError where another graph has locked a new folder of this name."""
+        OSError, and ConfigError if another graph has locked a new folder of this name."""
         if not self._holds_lock():
             if (lock := _try_lock(self.path)) is None:
                 raise ConfigError([f"{self.path} was removed, and another graph runs there now."])
@@ -174,7 +174,7 @@ class StateFolder:
 
 
 def _wait_for_lock(state_dir: Path) -> int:
-    """Return the descriptor of the locked file. Raises ConfigError where a running supervisor holds the lock."""
+    """Return the descriptor of the locked file. Raises ConfigError if a running supervisor holds the lock."""
     warned = False
     while (lock := _try_lock(state_dir)) is None:
         pid, _ = _holder(state_dir)
@@ -195,7 +195,7 @@ def _wait_for_lock(state_dir: Path) -> int:
 
 
 def _try_lock(state_dir: Path) -> int | None:
-    """Make the folder and its lock file, and lock the file; None where another process holds it. Raises OSError."""
+    """Make the folder and its lock file, and lock the file; None if another process holds the lock. Raises OSError."""
     make_private(state_dir)
     lock = os.open(state_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -209,7 +209,7 @@ def _try_lock(state_dir: Path) -> int | None:
 
 
 def _holder(state_dir: Path) -> tuple[int, str]:
-    """The pid of the supervisor that holds or held the lock, and its `run`; 0 and empty where they are unknown."""
+    """The pid of the supervisor that holds or held the lock, and its `run`; 0 and empty if unknown."""
     with contextlib.suppress(OSError, ValueError):
         pid, run = (state_dir / _LOCK).read_text().split()
         return int(pid), run
@@ -279,7 +279,7 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
 
 
 def write(state_dir: Path, graph: GraphRecord) -> bytes:
-    """Write the record, and return its text. Raises ConfigError where that fails; the previous record then stays."""
+    """Write the record, and return its text. Raises ConfigError if that fails; the previous record then stays."""
     data = msgspec.json.format(msgspec.json.encode(graph))
     try:
         _write(state_dir / _RECORD, data)
@@ -289,7 +289,7 @@ def write(state_dir: Path, graph: GraphRecord) -> bytes:
 
 
 def read(state_dir: Path) -> GraphRecord | None:
-    """The graph that runs on this state directory; None where none does."""
+    """The graph that runs on this state directory; None if none does."""
     try:
         graph = msgspec.json.decode((state_dir / _RECORD).read_bytes(), type=GraphRecord)
     except (OSError, msgspec.MsgspecError):

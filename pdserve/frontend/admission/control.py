@@ -1,9 +1,9 @@
 """Admission control of one model: a bounded fair queue in front of the decode workers. Requests wait in it, before any
 work is done for them, until the workers have capacity.
 
-Each sequence that a request generates (n, several prompts) needs a permit. The first one lets the HTTP request in; the
-engine core requests the others when the prompt is tokenized; they are granted in the order of `FairQueue`, like those
-of other requests. A request that would miss its deadline is refused at once. A full queue refuses its last request.
+Each sequence that a request generates (n, several prompts) needs a permit. The first permit lets the HTTP request in.
+The engine core requests the further ones when the prompt is tokenized. `FairQueue` orders all permits. A request that
+would miss its deadline is refused at once. A full queue refuses the last request in it.
 Reasons: docs/decisions/0006-overload.md.
 
 A permit may be taken back (preemption): a sequence pauses for a client that runs less than half as many sequences as

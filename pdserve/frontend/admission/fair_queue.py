@@ -1,8 +1,8 @@
 """A fair queue: self-clocked fair queueing (SCFQ) over clients, weighted by tokens; FIFO within a client. No I/O.
 
-Each sequence has a finish tag: its tokens plus the tag of the same client's previous sequence or, if that is larger,
-the virtual time, which is the tag of the sequence that started last. The lowest tag is served next. So a client with
-one request goes before the second request of a client with a thousand, and an idle client saves up nothing.
+Each sequence has a finish tag: its tokens plus the larger of two tags, that of its client's previous sequence and the
+virtual time, which is the highest tag that has started. The lowest tag is served next. So a client with one request
+goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
 In addition, a client that runs its share of the slots gets no further sequence while others wait, because sequences may
 last much longer than estimated. A client alone may use every slot; `first_short` finds a request that preempts it.
@@ -47,7 +47,7 @@ class FairQueue(Generic[E]):
         self._entries: list[E] = []
         """in order of tag"""
         self._virtual_time = 0.0
-        """tag of the sequence that was started last"""
+        """highest tag of a sequence that has started"""
         self._clients: dict[str, ClientShare] = {}
         self._prune_at = _REMEMBERED
 

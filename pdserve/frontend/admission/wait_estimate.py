@@ -103,8 +103,8 @@ def seconds_too_late(wait: float, left: float, run: float, max_wait: float) -> f
 
 
 def seconds_of_turns(turns: int, running: int, run: float) -> float | None:
-    """How long `turns` sequences take to start while `running` sequences run for `run` seconds each; None if either is
-    unknown."""
+    """Seconds until `turns` sequences have started, if `running` sequences run for `run` seconds each; None if
+    `running` or `run` is 0."""
     return turns / running * run if running and run else None
 
 

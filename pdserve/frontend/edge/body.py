@@ -41,7 +41,7 @@ _BOUNDS = {
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
     "/v1/responses": ("max_output_tokens",),
 }
-"""By route: fields that limit the output tokens; the first set one counts. Other routes: `max_tokens`."""
+"""By route: fields that limit the output tokens; the first one that is set counts. Other routes: `max_tokens`."""
 _SEVERAL = {"/generative_scoring": ("items", str | list)}
 """By route: field with several prompts, and a prompt's type. Other routes: `prompt` or `messages`."""
 MAX_PARTS = 10_000
@@ -81,9 +81,9 @@ class ParsedBody:
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
-    """Return the most bytes of a body for a model with this context length: 64 a token, enough for \\u escapes, lists
-    of token ids and several prompts; 32 if the text is only tokenized. 0 is an unknown context length, because no
-    decode worker has registered."""
+    """Return the most bytes of a body for a model with this context length: 4 MiB and 64 a token, enough for \\u
+    escapes, lists of token ids and several prompts; 256 KiB and 32 a token if the text is only tokenized. Without a
+    worker, the context length is unknown (0)."""
     if not max_model_len:
         return MAX_BODY
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
@@ -91,8 +91,8 @@ def max_body(max_model_len: int, *, tokenizing: bool) -> int:
 
 
 class Budget:
-    """Memory that the requests of all clients share, in any unit. A client's share never exceeds what is free, so that
-    another client always gets some."""
+    """Memory that the requests of all clients share, in bytes or pixels. A client never has more than is still free, so
+    that another client always gets some."""
 
     def __init__(self, bound: int, used_for: str) -> None:
         """`used_for`: text of a refusal; `{}` becomes the amount in use."""

@@ -39,8 +39,8 @@ class RenewedCertificate:
         logger.info("TLS with %s, valid until %s", files.chain, files.valid_until().date())
 
     async def watch(self) -> None:
-        """Check the files until cancelled. Load changed files once two checks in a row find the same ones, because
-        chain and key are written one after the other. Retry files that cannot be loaded at each check."""
+        """Check the files until cancelled. Load changed files once a check finds no further change, because chain
+        and key are written one after the other. At each check, retry files that could not be loaded."""
         while True:
             await asyncio.sleep(self._every)
             stamps = self._stamps()

@@ -57,7 +57,7 @@ REFUSALS = (HttpError, BadRequest, Overloaded)
 
 def error_body(path: str, error: PdserveError) -> dict[str, object]:
     """Return the error in OpenAI's shape, like vLLM's own errors; under /v1/messages in Anthropic's. Errors of a key's
-    `limit`, which vLLM lacks, look like OpenAI's and Anthropic's."""
+    `limit`, which vLLM does not have, have the type and code that OpenAI and Anthropic use."""
     kind, limit = _ERROR_TYPES.get(error.status, "InternalServerError"), error.limit
     message = str(error).encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
     if path.startswith("/v1/messages"):

@@ -22,7 +22,7 @@ _HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\
 
 
 class CrossOrigin:
-    """Middleware that refuses requests of pages from other origins that are not allowed."""
+    """Middleware that refuses requests from web pages of origins that are not allowed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The pages `/health` and `/ping` for probes and `pdserve serve`, `/load` and `/version`."""
+"""The pages `/health` and `/ping` (for probes and `pdserve serve`), `/load` and `/version`."""
 
 import time
 from functools import cache

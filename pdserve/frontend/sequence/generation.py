@@ -99,7 +99,7 @@ class Generation:
 
     @property
     def prompt_key(self) -> str:
-        """The same for all outputs of n > 1, and for all beams, whose ids are `<key>-<step>-beam-<number>`."""
+        """Key of the prompt: equal for all outputs of n > 1, and beams, whose ids are `<key>-<step>-beam-<number>`."""
         key: str = self.request.external_req_id or self.request.request_id
         return key.rsplit("-", 3)[0] if self.is_beam else key
 

@@ -159,7 +159,7 @@ def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest
 
 
 def parse_args(argv: list[str]) -> Namespace:
-    """Parse vLLM's own `serve` arguments. Raises ValueError where argparse would exit."""
+    """Parse vLLM's own `serve` arguments. Raises ValueError when argparse would exit."""
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     parser.error = _raise_usage
     try:
@@ -204,8 +204,8 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
 
 
 def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
-    """Refuse grammars that kill the process. Wraps vLLM's validation of parameters, where a schema has one form however
-    a client sent it."""
+    """Refuse grammars that kill the process. Wraps vLLM's validation of parameters, which sees each schema in one form,
+    however a client sent it."""
     validate = inputs._validate_params
 
     def checked(params: object, *rest: Any) -> bool | None:

@@ -140,7 +140,7 @@ def _refusal(text: str) -> VLLMValidationError:
 
 def name_images_by_content(renderer: BaseRenderer[Any]) -> None:
     """Ignore the `uuid` that a request gives an image, so that vLLM names it by its hash. The engine's caches use that
-    name: if two images had the same `uuid`, the response would be about the first, even another client's.
+    name: if two images had the same `uuid`, the response would be about the first, perhaps another client's.
 
     Wraps the private `_process_mm_uuids` of vLLM's renderer."""
     process = renderer._process_mm_uuids

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MIN_RETRY_DELAY = 0.5
 MAX_RETRY_DELAY = 5.0
-"""Seconds between two attempts to connect to a worker that the registry still lists."""
+"""Least and most seconds between two attempts to connect to a worker that the registry still lists."""
 HAND_OVER_AFTER = 5.0
 """Seconds after a decode worker is back until it takes over a stand-in's requests that have tokens. Short requests end
 before; long ones would delay prompts at the prefill worker."""
@@ -55,8 +55,8 @@ class HandedOver(Exception):
 
 
 class WorkerPool:
-    """A worker that leaves the registry gets no new requests, but its link stays until its requests are finished or the
-    stream reports that it is gone."""
+    """A worker that leaves the registry gets no new requests, but its link stays until the stream reports that the
+    worker is gone."""
 
     def __init__(self, policy: str, vllm_version: str, connect: Connect, listener: LinkListener) -> None:
         """`vllm_version`: of this frontend; a worker with another version refuses it."""
@@ -149,7 +149,7 @@ class WorkerPool:
         return len(self._decode) if self._ready() is self._decode else 0
 
     def links(self) -> list[LinkState]:
-        """The links to all listed workers, to those that left the registry and still have requests, and to stand-ins
+        """The links to all listed workers, to workers that left the registry but are still connected, and to stand-ins
         while they are needed."""
         listed = {id for id, instance in self._instances.items() if not instance.is_stand_in}
         return [self._link_state(id) for id in sorted(listed | self._linking | self._links.keys())]
@@ -172,7 +172,7 @@ class WorkerPool:
 
     def _ready(self) -> Candidates:
         """Return the decode workers that are registered, connected, not draining, not stalled, and have not refused
-        this frontend; if there is none, the stand-ins of which the same is true; if there is none either, the stalled
+        this frontend; if there is none, the stand-ins in the same condition; if there is none either, the stalled
         workers."""
         while self._touched:
             id = self._touched.pop()
@@ -193,8 +193,8 @@ class WorkerPool:
         return self._decode, self._stand_ins, self._stalled
 
     def _needs_stand_ins(self) -> bool:
-        """Whether no decode worker is usable, nor being connected for the first time or reconnected without delay:
-        after a pause of this process all links are lost although the workers are well."""
+        """Whether no decode worker is usable, and none is being connected for the first time or reconnected without
+        delay. (After a pause of this process, all links are lost although the workers are well.)"""
         return self._ready() is not self._decode and not any(
             instance.id not in self._links.keys() | self._failures.keys() or instance.id in self._renewing
             for instance in self._instances.values()

@@ -40,7 +40,7 @@ _MAX_FOLDER = 107 - len("/pdserve-12345678/123e4567-e89b-12d3-a456-426614174000"
 
 
 def run_alone(role: Callable[[Callable[[bytes], None]], int]) -> int:
-    """Run the role in a child, and return its exit code: 128 + n where signal n ended it, 1 where it hung. The role
+    """Run the role in a child, and return its exit code: 128 + n if signal n ended it, 1 if it hung. The role
     gets a function to call about once a second with a heartbeat. Call this in a process without threads."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPPERS, signal.SIGCHLD})
     allow_many_files()
@@ -79,7 +79,7 @@ def allow_many_files() -> None:
 
 def make_sockets_folder(state_dir: str = "") -> str:
     """Make a private folder for the sockets of one role's engine: in the state directory, or in the temporary folder or
-    /tmp where the paths would be too long, or the disk is full. Raises OSError."""
+    /tmp if the paths would be too long, or the disk is full. Raises OSError."""
     for parent, prefix in ((state_dir, "sockets-"), (tempfile.gettempdir(), "pdserve-")):
         with suppress(OSError):
             if parent and len(os.fsencode(parent)) <= _MAX_FOLDER:

@@ -28,7 +28,7 @@ def adopt_orphans() -> None:
 
 
 def process_tree(pid: int) -> set[int]:
-    """The pids of a process and all its descendants; empty where it has ended."""
+    """The pids of a process and all its descendants; empty if it has ended."""
     with contextlib.suppress(psutil.Error):
         return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
     return set()

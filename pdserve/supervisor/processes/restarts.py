@@ -1,6 +1,6 @@
 """The restart loop with backoff, for roles and embedded servers: start, wait for readiness, check health, restart.
 
-The loop gives up, and ends the graph, only where the configuration is wrong or no process of this kind has ever been
+The loop gives up, and ends the graph, only if the configuration is wrong or no process of this kind has ever been
 ready. Any later failure is retried for ever, at the backoff's ceiling.
 """
 
@@ -138,11 +138,11 @@ class SupervisedProcess(ABC):
 
     @abstractmethod
     def spawn(self) -> Child:
-        """Start a child; raises OSError or ConfigError where that fails now."""
+        """Start a child; raises OSError or ConfigError if that fails now."""
 
     @abstractmethod
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
-        """Call `ready` when the child is ready. Return the problem where it does not become ready, or hangs; the loop
+        """Call `ready` when the child is ready. Return the problem when it does not become ready, or hangs; the loop
         then stops it. May be called again for the same child."""
 
     @property
@@ -192,7 +192,7 @@ class RestartLoop(Generic[AnyProcess]):
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
-        """Return when stopped. Raises CannotStart where a restart would not help. Kills the child when cancelled."""
+        """Return when stopped. Raises CannotStart if a restart would not help. Kills the child when cancelled."""
         try:
             while self._child or not self._stopping.is_set():
                 self.history.append(await self._run_once())
@@ -204,7 +204,7 @@ class RestartLoop(Generic[AnyProcess]):
             self._become(ProcessState.STOPPED)
 
     async def stop(self, patience: float) -> None:
-        """Send SIGTERM, and SIGKILL after `patience` seconds, or `LOADING_PATIENCE` where the process is not ready.
+        """Send SIGTERM, and SIGKILL after `patience` seconds, or `LOADING_PATIENCE` if the process is not ready.
         Return when its process group has ended."""
         self._stopping.set()
         if self._child:

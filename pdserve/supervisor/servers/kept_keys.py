@@ -27,7 +27,7 @@ class KeptKeys:
         """Value by key; None before the file is read."""
 
     async def fill(self, etcd: str) -> None:
-        """Write the keys into an empty etcd, `keys.FILE` last. Raises ConfigError where etcd is not available."""
+        """Write the keys into an empty etcd, `keys.FILE` last. Raises ConfigError if etcd is not available."""
         if self._kept is None:
             self._kept = self._read()
         try:
