@@ -159,8 +159,8 @@ class Load(Struct, frozen=True):
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
-    """The worker's load, for routing. Sent to frontends that follow it when it changes, a few times a second at
-    most."""
+    """The worker's load, for routing. Sent on changes, a few times a second at most, to frontends that follow
+    it."""
 
     load: Load
     make_way: int = 0
@@ -222,8 +222,8 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     reads_state: bool = False
     """the decode worker reads `PrefillStarted.state`; for older ones the prefill worker broadcasts each pull"""
     begin_within: float = 0.0
-    """above 0: sent outside the queue to one prefill worker, which has the prompt's prefix cached ("addressed"). It
-    begins the request within so many seconds of the arrival, or not at all"""
+    """above 0: sent outside the queue to one prefill worker, which has the prompt's prefix cached ("addressed").
+    The worker begins the request within this many seconds of its arrival, or not at all"""
     client: str = ""
     """as in `Submit`; only of addressed requests"""
     due: float | None = None

@@ -82,7 +82,7 @@ def image_key(name: str, offset: int) -> bytes:
 
 
 def report_stride(blocks: int) -> int:
-    """Return the smallest power of 2 at which a cache of so many blocks has at most `MAX_REPORTED` names."""
+    """Return the smallest power of 2 at which a cache of this many blocks has at most `MAX_REPORTED` names."""
     stride = 1
     while blocks > stride * MAX_REPORTED:
         stride *= 2

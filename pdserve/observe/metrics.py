@@ -208,7 +208,7 @@ class SlotMetrics(Collector):
 
 
 class MergedPage:
-    """Merges the metrics pages of several processes. Each sample gets a label `instance`, or `source` where it has an
+    """Merges the metrics pages of several processes. Each sample gets a label `instance`, or `source` if it has an
     `instance` of its own (router decisions). Merges text, because parsing takes twenty times as long, which would delay
     a frontend's streams."""
 

@@ -103,7 +103,8 @@ class Tracer:
     def part(
         self, name: str, started: float, traceparent: str, attributes: Attributes = _NONE
     ) -> TracedSpan | None:
-        """Start a child of another process's span; None if not sampled, or without a valid `traceparent`."""
+        """Start a child of another process's span. None outside `exporting`, if not sampled, or if `traceparent` is
+        invalid."""
         parent = _PROPAGATOR.extract({"traceparent": traceparent})
         if self._tracer is None or not trace.get_current_span(parent).get_span_context().is_valid:
             return None

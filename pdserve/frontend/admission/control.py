@@ -37,7 +37,7 @@ from pdserve.frontend.admission.wait_estimate import (
 from pdserve.util.errors import BadRequest, Overloaded
 
 GROUP = 8
-"""Sequences of a request that are tagged together; its next ones queue behind its client's other requests."""
+"""Sequences of a request that are tagged together; the request's next ones queue behind its client's other requests."""
 
 
 class AdmissionControl:

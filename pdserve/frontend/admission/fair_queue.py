@@ -5,7 +5,7 @@ virtual time, which is the highest tag that has started. The lowest tag is serve
 goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
 In addition, a client that runs its share of the slots gets no further sequence while others wait, because sequences may
-last much longer than estimated. A client alone may use every slot; `first_short` finds a request that preempts it.
+last much longer than estimated. A client alone may use every slot, until `first_short` finds a request that takes one.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ _REMEMBERED = 1000
 @dataclass
 class ClientShare:
     last_tag: float = 0.0
-    """of its last sequence"""
+    """finish tag of its last sequence"""
     waiting: int = 0
     """entries in the queue"""
     running: int = 0

@@ -32,7 +32,7 @@ QUEUED_LINES = 8
 MAX_PAUSE = 5.0
 """Longest pause of a batch after a refused line, in seconds."""
 UNKNOWN_MODEL_SECONDS = 600.0
-"""Seconds in which all responses are 404 until a 404 counts as a line's result: workers may not have registered yet."""
+"""Seconds of nothing but 404s before a 404 is a line's result, because the model's workers may not have registered."""
 MAX_TRIES = 3
 """Tries of a line whose error may be the server's."""
 
@@ -174,7 +174,7 @@ class BatchRun:
         )
 
     async def _wait(self) -> None:
-        """Wait until a line ends, at most `POLL_INTERVAL`; write results as often."""
+        """Wait until a line ends, at most `POLL_INTERVAL`. Write the results if the last write is as long ago."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._line_ended.wait(), POLL_INTERVAL)
         self._line_ended.clear()

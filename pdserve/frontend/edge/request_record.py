@@ -23,7 +23,7 @@ class RequestRecord:
     failure: RequestFailure | None
     """Why it failed. None also if only vLLM's app knows why."""
     begun: bool
-    """Whether its key and path were accepted and a generating model got it."""
+    """Whether its path generates, and its key and method were accepted."""
     started: float
     """Monotonic time of its arrival; the receipt's hops are relative to it."""
     span: TracedSpan | None

@@ -127,12 +127,12 @@ class ServedModels:
         return next((card.name for card in self.known() if BY_ID.fullmatch(path)), None)
 
     def listed(self) -> list[ModelCard]:
-        """The models with a usable worker, by name."""
+        """The models with a usable worker, sorted by name."""
         return [card for card in self.known() if self._models[card.name].usable_workers]
 
     def known(self) -> list[ModelCard]:
-        """The models whose requests are served or wait, by name: also those whose processors are being built or whose
-        workers are being connected."""
+        """The models whose requests are served or wait, sorted by name; also those whose processors are being built or
+        whose workers are being connected."""
         known = [model for model in self._models.values() if model.removal is None and not model.problem]
         return sorted((model.card for model in known), key=lambda card: card.name)
 

@@ -32,11 +32,11 @@ from pdserve.observe.metrics import MIGRATIONS
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""A request fails when so many workers have accepted and lost it, for any reason."""
+"""A request fails when this many workers have accepted and lost it, for any reason."""
 MAX_STALLS = 2
 """Stalled workers that a request is moved away from. It stays at the next one, because it may be what stalls them."""
 MAX_ENGINE_DEATHS = 2
-"""A request fails when so many engines in a row have died while they computed its next token. After the first death,
+"""A request fails when this many engines in a row have died while they computed its next token. After the first death,
 each request that was in the engine is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so
 the second death identifies the request that kills engines."""
 MAX_PARAMETER_BYTES = 32 << 20

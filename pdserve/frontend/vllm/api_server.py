@@ -64,7 +64,7 @@ VERSION: str = vllm.__version__
 vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE = False  # stored responses would stay in this one process for ever
 
 RECORD_EVERY = 0.25
-"""Seconds between two updates of vLLM's step metrics: recording many steps at once costs a third of the CPU."""
+"""Seconds between two updates of vLLM's step metrics: recording many steps at once costs a third as much CPU."""
 
 _encoder = MsgpackEncoder()
 _decoder = MsgpackDecoder(EngineCoreOutputs)

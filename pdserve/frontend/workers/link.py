@@ -83,7 +83,7 @@ class Link:
         self.notify_changed()
 
     def pause_generations(self, count: int) -> None:
-        """Preempt `count` of the requests at this worker, as admission chooses them."""
+        """Preempt `count` of the requests at this worker; admission chooses which."""
         generations = self.generations.values()
         permits = {
             each.permit: bool(each.placed and each.placed.begun) for each in generations if each.permit

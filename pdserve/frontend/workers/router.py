@@ -61,7 +61,7 @@ def choose(
         return outstanding.get(instance.id, 0.0) / (instance.kv_tokens or 1)
 
     def cost(instance: Instance) -> tuple[float, float]:
-        """Weighted outstanding tokens less cached ones (all workers share the prompt's length); then the load."""
+        """Weighted outstanding tokens minus cached ones (the prompt's length is the same for all); then the load."""
         return LOAD_WEIGHT * outstanding.get(instance.id, 0.0) - cached.get(instance.id, 0), load(instance)
 
     match policy:

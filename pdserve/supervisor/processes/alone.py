@@ -28,7 +28,7 @@ TICK = 1.0
 """Seconds between two checks of the role."""
 HANGS_AFTER = 60.0
 """Seconds without a heartbeat after which a role is killed. Counted in ticks, so that a pause of both processes does
-not count, and only after the first heartbeat, because imports may take long and managers have a start timeout."""
+not count, and only after the first heartbeat, because imports may take long, and systemd times the start."""
 _DUMP_STACKS = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _FROM_TERMINAL = 0x80

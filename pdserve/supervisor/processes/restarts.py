@@ -1,7 +1,7 @@
 """The restart loop with backoff, for roles and embedded servers: start, wait for readiness, check health, restart.
 
 The loop gives up, and ends the graph, only if the configuration is wrong or no process of this kind has ever been
-ready. Any later failure is retried for ever, at the backoff's ceiling.
+ready. Any later failure is retried for ever, with a delay up to the backoff's ceiling.
 """
 
 import asyncio
@@ -41,10 +41,9 @@ class RestartPolicy:
     healthy: float = 60.0
     """Seconds of a run that reset the backoff."""
     failed_starts: int = 3
-    """Failed starts in a row after which the loop gives up."""
+    """Failed starts in a row after which the loop gives up, if no process of its kind was ever ready."""
     kills: int = 20
-    """Starts in a row, including those ended from outside (as by the kernel for lack of memory), after which the loop
-    gives up."""
+    """The same for all starts in a row, including those ended from outside (as by the kernel for lack of memory)."""
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class EmbeddedNats(EmbeddedServer):
 
 
 class EmbeddedEtcd(EmbeddedServer):
-    """A single etcd, without fsync: its data are not used again, and with it etcd misses deadlines on slow disks."""
+    """A single etcd without fsync: its data are not used again, and fsync on slow disks makes it miss deadlines."""
 
     name = "etcd"
 
