@@ -33,7 +33,7 @@ class TinyServer:
 
 @asynccontextmanager
 async def tiny_server(respond: Respond, secure: ssl.SSLContext | None = None) -> AsyncIterator[TinyServer]:
-    """One request per connection, which closes after the response. Leaving the context does not wait for responses."""
+    """An HTTP server that closes each connection after one response. On exit, it does not wait for responses."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -86,13 +86,13 @@ def fixed(answer: bytes) -> Respond:
 
 
 class OpenAi:
-    """A chat server with the tokens `t0 t1 ...`: the first after `ttft` seconds, then one every `gap`. Counts one token
-    per word of a prompt."""
+    """A server of chats and completions that streams the tokens `t0 t1 ...`: the first after `ttft` seconds, then one
+    every `gap` seconds. It counts each word of a prompt as a token."""
 
     def __init__(self, ttft: float = 0.0, gap: float = 0.0, usage: bool = True) -> None:
         self.ttft, self.gap, self.usage = ttft, gap, usage
         self.running = self.most = 0
-        """Chats in progress now, and at most."""
+        """Requests in progress now, and the most so far."""
         self.chats: list[Asked] = []
 
     async def __call__(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -118,7 +118,7 @@ class OpenAi:
             text, end = f"t{number} ", None if number < count - 1 else "length"
             said = {"delta": {"content": text}} if chat else {"text": text}
             writer.write(event({"choices": [{"index": 0, **said, "finish_reason": end}]}))
-            await writer.drain()  # raises where the client is gone
+            await writer.drain()  # raises if the client has disconnected
         if self.usage and body.get("stream_options"):
             used = {"prompt_tokens": len(asked.split()), "completion_tokens": count}
             writer.write(event({"choices": [], "usage": used}))

@@ -9,7 +9,7 @@ from pdserve_bench.graphs.launch import PDSERVE
 
 
 async def bench(words: str, folder: Path, within: float = 60) -> tuple[int | None, str, str]:
-    """Run in this folder and return exit code, stdout and stderr."""
+    """Run `pdserve bench WORDS` in `folder`; return exit code, stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         *(*PDSERVE, "bench", *words.split()),
         cwd=folder,

@@ -147,7 +147,7 @@ async def test_a_key_and_an_id_are_sent() -> None:
         await LoadClient(f"{server.url}/behind/", {"authorization": "Bearer k"}).ask(exchange, 10, CHAT)
     (asked,) = server.asked
     assert (asked.method, asked.path, asked.body) == ("POST", f"/behind{CHAT}", STREAMED)
-    assert asked.headers["authorization"] == "bearer k"  # the tiny server lowers headers
+    assert asked.headers["authorization"] == "bearer k"  # the tiny server converts headers to lower case
     assert asked.headers["x-request-id"] == exchange.request_id
 
 

@@ -1,4 +1,4 @@
-"""Simulated hosts: their isolation, loss and delay of their links, and cleanup."""
+"""Simulated hosts: isolation, links that are cut, lossy or slow, and cleanup."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def _ask(host: Host, words: int, within: float) -> list[float]:
 
 
 def _until_it_answers(host: Host) -> None:
-    """The first datagrams after a change are lost while the bridge learns where the host is."""
+    """Wait, because datagrams after a change are lost until the bridge has learnt where the host is."""
     deadline = time.monotonic() + 30
     while not _ask(host, 1, within=0.5):
         assert time.monotonic() < deadline
@@ -104,7 +104,7 @@ def test_a_link_can_be_cut_lossy_or_slow_and_its_host_can_vanish(net: Network) -
     echo.link.mend()
     _until_it_answers(echo)
     echo.link.limit(loss=0.5)
-    assert 2 <= len(_ask(echo, 60, within=0.05)) <= 40  # a quarter comes back
+    assert 2 <= len(_ask(echo, 60, within=0.05)) <= 40  # half is lost each way
     echo.link.limit(delay=0.1, rate="1gbit")
     _until_it_answers(echo)
     assert min(_ask(echo, 2, within=5)) >= 0.2
@@ -153,7 +153,7 @@ USER = ("unshare", "--user", "--map-root-user")
 def test_hosts_leave_nothing_however_the_process_ends(
     net: Network, tmp_path: Path, before: tuple[str, ...], ending: signal.Signals | None
 ) -> None:
-    """Also without root."""
+    """`USER` runs the process without root, in a user namespace."""
     del net  # skips the test if no hosts can be made here
     process = subprocess.Popen(
         [*before, sys.executable, "-c", _LEFT, str(tmp_path)],

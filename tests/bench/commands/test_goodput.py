@@ -24,7 +24,7 @@ from tests.conditions import until
 
 
 class Prefilling(OpenAi):
-    """Prefills one prompt at a time, for `seconds` each."""
+    """Prefills one prompt at a time, in `seconds` (in 1 ms for a response of one token)."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ USERS = PoissonRequests(Prompts(1.0, 7), 20, 2, patience=60.0)
 
 @dataclass
 class Noted:
-    """Users that record how many requests were in flight when they began."""
+    """Users that record how many requests the server has in flight when a probe begins."""
 
     server: OpenAi
     at_the_server: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Noted:
 
 
 async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_server() -> None:
-    """This server does not notice disconnects."""
+    """The server notices a disconnect only after the prefill."""
     server = Prefilling(0.05)
     async with tiny_server(server) as tiny:
         options = GoodputOptions(
@@ -72,7 +72,7 @@ async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_
 
 
 class SlowToStop:
-    """Users whose requests all fail and who take a while to be cancelled."""
+    """Users whose requests all fail, and whose cancellation takes half a second."""
 
     stopping = False
 
@@ -100,7 +100,7 @@ async def test_ctrl_c_works_while_a_hopeless_probe_is_cut_short() -> None:
 
 
 class Forgetful(OpenAi):
-    """Of five responses one never begins, and one stops midway."""
+    """Of five responses, one never begins, and one stops after a token."""
 
     async def _stream(self, body: Any, writer: asyncio.StreamWriter) -> None:
         if len(self.chats) % 5 == 0:
@@ -112,7 +112,7 @@ class Forgetful(OpenAi):
 
 
 async def test_requests_that_never_end_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also, a blocked event loop (server and generator share one here) is reported."""
+    """A blocked event loop, which server and load generator share in this test, is reported, too."""
     monkeypatch.setattr(measure, "_HANGS", 3.0)
     made, options = Probe(30.0, 1.0, 1), GoodputOptions(Slo(1.0, 0.8), share=0.3)
     async with tiny_server(Forgetful()) as tiny:
@@ -154,7 +154,8 @@ async def test_a_server_without_responses_is_reported() -> None:
 
 async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:
     """The server takes 0.2 s per prompt. At r requests/s, a request that arrives after t seconds waits t (r / 5 - 1)
-    seconds. At r = 7.7, that is at most 0.8 s for three quarters of 2 s. If this machine stalls, r is lower."""
+    seconds. At r = 7.7, three quarters of the requests, those of the first 1.5 s, wait at most 0.8 s and so keep the
+    TTFT of 1 s. If this machine stalls, the goodput is lower."""
     load = "--prompt-tokens 20 --answer-len 2 --seconds 2 --start-rate 10 --precision 0.4"
     slo = "--ttft 1s --gap 9s --share 0.75 --json found.json"
     async with tiny_server(Prefilling(0.2)) as tiny:

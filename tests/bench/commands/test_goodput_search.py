@@ -36,7 +36,7 @@ def _searched(curve: Curve, search: GoodputSearch, seed: int = 1) -> list[float]
     ("steep", "typical", "worst"), [(60, 0.045, 0.08), (20, 0.045, 0.1), (3, 0.17, 0.35)]
 )
 def test_the_border_is_found(steep: float, typical: float, worst: float) -> None:
-    """Within half the precision in 19 of 20 cases if the share falls steeply, with few probes."""
+    """If the share falls steeply, 19 of 20 searches err by less than half the precision, with few probes."""
     errors, probes, inside = [], [], 0
     for seed in range(SEARCHES):
         border = math.exp(random.Random(seed).uniform(math.log(0.3), math.log(60)))
@@ -71,7 +71,7 @@ def test_a_server_without_a_good_rate_and_one_without_a_bad_rate() -> None:
 
 
 def test_a_broken_rate_is_probed_twice_and_a_noisy_moment_is_overruled() -> None:
-    """At 4 requests/s the machine was busy; the limit is 10."""
+    """The first probe, at 4 requests/s, is disturbed; the server's limit is 10."""
     curve, search, dice = Curve(10, 60), GoodputSearch(start=4.0), random.Random(1)
     while (rate := search.next()) is not None:
         disturbed = search.probes == 0

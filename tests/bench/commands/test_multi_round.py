@@ -27,7 +27,7 @@ def _load(users: int, rounds: int, qps: float, **more: Any) -> MultiRound:
 
 
 def test_the_number_of_active_users_is_constant() -> None:
-    """Each user asks once per interval, which gives the rate."""
+    """A user asks six times, once per interval, and leaves. Another joins every 2.5 s."""
     load, interval = _load(20, 6, 2, seed=7), 10.0
     assert (load.interval, load.joining, load.rate) == pytest.approx((interval, 2.5, 2.4))
     visits = list(takewhile(lambda visit: visit.at < 100, load.visits()))
@@ -103,7 +103,7 @@ async def test_chats_grow_with_the_answers_and_are_asked_at_the_rate() -> None:
 
 
 async def test_users_wait_for_a_slow_server() -> None:
-    """No user asks before the last response, so users stay longer and more are active."""
+    """A user waits for each response before the next question, so users stay longer and more are active."""
     slow = OpenAi(ttft=0.7)
     run, _ = await _ran(_small(seconds=3), slow)
     pairs = [pair for of_user in _of_users(run) for pair in pairwise(of_user)]
@@ -114,7 +114,7 @@ async def test_users_wait_for_a_slow_server() -> None:
 
 
 async def test_late_responses_stay_unfinished() -> None:
-    """The generator itself stalls too, and reports it."""
+    """The load generator stalls, too (`time.sleep`), and the delay is recorded."""
     async with tiny_server(OpenAi(ttft=30)) as tiny:
         run, load = LoadRun(), _load(9, 1, 9, answer_len=1, seconds=1, patience=0.5)
         asking = asyncio.create_task(load.run(Endpoint(tiny.url, "tiny"), run))
@@ -156,7 +156,7 @@ def _result(run: LoadRun) -> MultiRoundResult:
 
 
 def _question(at: float, ttft: float, round_: int = 1, user: int = 1, **more: Any) -> Question:
-    """Three tokens 40 ms apart; times relative to a run that began at 100."""
+    """A question asked `at` seconds after the start of a run (100 s), with three tokens 40 ms apart."""
     question = Question(started=100 + at, ended=100 + at + ttft + 0.1, round=round_, user=user, **more)
     question.arrivals = [100 + at + ttft + 0.04 * number for number in range(3)]
     question.prompt_tokens = 100 * round_
@@ -164,7 +164,7 @@ def _question(at: float, ttft: float, round_: int = 1, user: int = 1, **more: An
 
 
 def _known() -> LoadRun:
-    """A run of ten seconds."""
+    """A run that asked questions for ten seconds and ended after twelve."""
     failed = Question(started=102, ended=103, error="HTTP 500 no", user=2, round=1)
     unfinished = Question(started=109.9, user=3, round=2)
     answered = [_question(0.5, 0.2), _question(2, 0.1, 2), _question(4, 0.6, 3), _question(9.8, 0.3, user=3)]
@@ -208,7 +208,7 @@ def test_causes_of_wrong_figures_are_reported() -> None:
 
 
 async def test_the_command_reports_all_requests(tmp_path: Path) -> None:
-    """Against a server that reports no usage."""
+    """The server reports no usage."""
     tiny = OpenAi(gap=0.01, usage=False)
     small = "multi-round --warm-up 2 --num-users 4 --answer-len 3 --time 2 --json found.json"
     async with tiny_server(tiny) as server:

@@ -1,4 +1,4 @@
-"""`pdserve bench promise`: arms of one graph, switched by its live settings."""
+"""`pdserve bench promise` compares values of live settings ("arms") in one graph."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ CHAT = Slo(9.0, 0.25)
 
 
 class Keeping(OpenAi):
-    """A server whose second token misses `CHAT`, unless that SLO is set."""
+    """A server that breaks the gap of `CHAT`, unless an SLO is set."""
 
     def __init__(self, server: MemoryServer) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def test_shrunk_prompts_share_the_same_part(tmp_path: Path) -> None:
 
 
 def result(*exchanges: Exchange, samples: list[Sample] | None = None) -> ReplayResult:
-    """Return a replay of 50 s that began at 100: a window of the plot is one second."""
+    """Return a replay of 50 s that began at 100, so that a window of the plot is one second."""
     arrivals = [(each.started - 100, ENDPOINT.body) for each in exchanges]
     found = ReplayResult(ENDPOINT, arrivals, Slo(), "trace", 60.0, samples or [])  # type: ignore[arg-type]
     found.run.exchanges = list(exchanges)

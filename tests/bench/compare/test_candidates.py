@@ -1,4 +1,4 @@
-"""Candidates of a comparison on the same hardware."""
+"""The candidates of a comparison use the same hardware."""
 
 import json
 from dataclasses import replace
@@ -105,8 +105,8 @@ def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
 
 
 def workers(folder: Path, prefill: int, decode: int, *ranks: int) -> dict[str, dict[str, object]]:
-    """Return sections with these workers, for a model of 27.5 GiB with 8 KV heads. Without prefill workers, decode
-    workers prefill. `ranks`: of each prefill worker and each decode worker (default 1, 1)."""
+    """Return a graph file's sections with these workers, for a model of 27.5 GiB with 8 KV heads. Without prefill
+    workers, decode workers prefill. `ranks`: ranks of a prefill worker and of a decode worker (default 1, 1)."""
 
     def worker(count: int, size: int) -> dict[str, object]:
         keys = {
@@ -190,4 +190,5 @@ def test_batch_sizes_are_not_below_vllms_minimum(tmp_path: Path) -> None:
     sections = read_sections(CONFIGS / "local.yaml")
     sections["VllmWorker"] |= {"max-num-seqs": 256, "max-num-batched-tokens": 1024}
     found = maker(write(sections, tmp_path / "file.yaml"), CPU)
+    # vLLM's minimum is the engine's max-num-seqs: 288, the sum of the decode worker's 256 and the prefill worker's 32
     assert {candidate.shape.batch for candidate in found.aggregated()} == {1024, 512}

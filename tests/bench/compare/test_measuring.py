@@ -50,7 +50,8 @@ def probe(found: Entrant, rate: float, kept: int, failed: int = 0) -> None:
 
 
 def test_the_best_of_each_kind() -> None:
-    """It has the highest goodput; among equals, it is the first; if none carries any rate, the nearest to one."""
+    """`best_of` returns the candidate with the highest goodput: the first of equals; if no rate is carried, the one
+    that comes nearest."""
     slow, fast = entrant("slow", True, r2=20, r4=5), entrant("fast", True, r2=20, r4=20, r8=3)
     same, other = entrant("same", True, r2=20, r4=20, r8=3), entrant("other", False, r2=20, r4=20, r8=20)
     assert best_of([slow, fast, same, other], True) is fast
@@ -114,7 +115,7 @@ def test_noise_is_known_if_both_searches_came_near_the_border() -> None:
 
 
 def test_a_graph_that_carries_as_much_as_the_repeated_baseline_gains_nothing() -> None:
-    """One that carries more than both baselines by more than the noise does."""
+    """A graph that carries more than both baselines, by more than the noise, does gain."""
     baseline, control, same = (
         entrant(name, name == "a", r1=20, **rates)
         for name, rates in (
@@ -165,7 +166,7 @@ class KnownMaker(CandidateMaker):
 
 
 def compared(folder: Path, log: list[str], minutes: float, **gaps: float) -> Comparison:
-    """`a1=0.01`: an aggregated candidate whose responses have 5 tokens, one every 10 ms. The SLO is 100 ms."""
+    """`a1=0.01`: an aggregated candidate whose responses have 5 tokens, 10 ms apart. The SLO's bounds are 100 ms."""
     config = load(write(simulated(), folder / "graph.yaml"), {})
     made = [
         Candidate(name, name[0] == "a", Shape(0, 1), Served(name, gap, log)) for name, gap in gaps.items()

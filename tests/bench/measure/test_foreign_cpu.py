@@ -1,4 +1,4 @@
-"""The CPU share of other programs, measured beside programs that use some."""
+"""The CPU share of other programs, measured while another program uses the CPU."""
 
 import resource
 import subprocess

@@ -48,7 +48,7 @@ def test_a_report_in_a_pipe_is_plain_text_with_the_answer_last(capsys: pytest.Ca
 def test_a_table_breaks_no_number(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table may be wider than the terminal. Unknown values are left out."""
+    """A table may be wider than the terminal. The cell of an unknown value is empty."""
     monkeypatch.setattr("pdserve_bench.measure.report.PIPE_WIDTH", columns)
     Report("", tables=[rows()]).show()
     lines = capsys.readouterr().out.splitlines()

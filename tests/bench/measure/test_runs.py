@@ -21,7 +21,7 @@ BEGAN = 1000.0
 def _request(
     at: float, ttft: float | None, ended: float | None, error: str = "", tokens: int = 3, gap: float = 0.1
 ) -> Exchange:
-    """Times in seconds after the run's start."""
+    """`at`, `ended`: seconds after the run's start; `ttft`: after `at`."""
     exchange = Exchange(started=BEGAN + at, ended=BEGAN + ended if ended else 0.0, error=error)
     if ttft is not None:
         exchange.arrivals = [BEGAN + at + ttft + number * gap for number in range(tokens)]
@@ -38,7 +38,7 @@ def test_every_request_is_accounted_for() -> None:
     run = _run(
         _request(0, 0.2, 2.2),
         _request(1, 0.4, 5.0, gap=1.5),
-        _request(9, 0.2, 12.0),  # after the last request was sent
+        _request(9, 0.2, 12.0),  # ends after the window of 10 s
         _request(2, None, 3, "HTTP 503 busy"),
         _request(8, 0.5, 13, "connection: reset"),
         _request(9, None, None),

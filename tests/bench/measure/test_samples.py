@@ -14,7 +14,7 @@ from pdserve_bench.measure.samples import falling, percentile, wilson
         (0, 0.9, 0),
         (1, 0.0, 1),
         (2, 0.51, 2),
-        (100, 0.07, 7),  # 0.07 * 100 is more than 7
+        (100, 0.07, 7),  # as floats, 0.07 * 100 is more than 7
         (100, 0.99, 99),
         (100, 1.0, 100),
     ],
@@ -51,7 +51,7 @@ def test_a_falling_fit_pools_what_rises(
 
 
 def test_arrivals_are_poisson() -> None:
-    """The variance of the count is its mean, and the waits are exponential."""
+    """The count's variance equals the count's mean, and the waits are exponential."""
     runs = [list(arrivals(40.0, 3.0, seed)) for seed in range(20)]
     assert runs[7] == list(arrivals(40.0, 3.0, 7))
     numbers = [len(times) for times in runs]

@@ -1,4 +1,4 @@
-"""SLOs: their notation, when they are kept, and the tally of requests."""
+"""SLOs: where their bounds come from, which requests keep them, and the tally of requests."""
 
 from pathlib import Path
 from typing import Any

@@ -32,7 +32,7 @@ def words(found: Trace, number: int, salt: str = "s") -> list[str]:
 
 
 def asked(found: Trace, rate: float, seconds: float, seed: int = 0) -> list[tuple[Any, ...]]:
-    """Return time, prompt tokens, salt and own name of each request."""
+    """Return each request's arrival time and the arguments of its body: tokens per word, salt, `own`."""
     workload = found.at(rate, seconds, seed)
     assert isinstance(workload, OpenLoop)
     return [(due, *made.keywords.values()) for due, made in workload.requests]  # type: ignore[attr-defined]
