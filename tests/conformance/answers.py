@@ -20,7 +20,7 @@ _GROWS = {
     "content", "text", "reasoning", "delta", "arguments", "partial_json", "thinking", "token_ids", "tokens",
     "token_logprobs", "top_logprobs", "text_offset", "logprobs", "prompt_token_ids",
 }  # fmt: skip
-"""Keys that are split arbitrarily over events, or are only in an output's first chunk, which may be its last."""
+"""Keys whose values are split arbitrarily over events, or that only an output's first chunk has."""
 MIDDLE = "in the middle"
 """Key in `events_of` for each output's chunks between its first and its last."""
 CLOSE = 0.002
@@ -39,7 +39,7 @@ class Request:
     method: str = "POST"
     headers: dict[str, str] = field(default_factory=dict)
     differs: str = ""
-    """Name of the listed difference that its responses show."""
+    """The two servers' responses show this difference, a key of `DIFFERENCES`."""
 
     def __str__(self) -> str:
         return self.name
@@ -88,9 +88,9 @@ def _mask(value: Any) -> Any:
 
 
 def events_of(text: str) -> dict[str, Any]:
-    """Normalize a stream of server-sent events, however its tokens were divided. Return for each output (`n`) the kinds
-    of events in order, without repetitions, and their joined texts. Repeated roles, finishes, usage
-    and `[DONE]` are kept, because each may come only once, and so are chunks after their output's finish."""
+    """Normalize a stream of server-sent events, so that the division of tokens into events does not matter. Return the
+    kinds of events of each output (`n`) in order, without repetitions, and their joined texts. Roles, finishes, usage,
+    `[DONE]` and chunks after the output's finish are kept even if repeated, so that a repetition is a difference."""
     finished: set[str] = set()
     kinds: dict[str, list[Any]] = {}
     middle: dict[str, list[Any]] = {}
@@ -121,7 +121,7 @@ def events_of(text: str) -> dict[str, Any]:
 
 
 def _is_middle(choices: list[Any] | None) -> bool:
-    """Whether the chunk would be missing if its tokens came together with the output's last ones."""
+    """Whether a chunk has no role and no finish, and would be missing if its tokens came with the last ones."""
     return bool(choices) and "role" not in choices[0].get("delta", {}) and choices[0]["finish_reason"] is None  # type: ignore[index]
 
 
@@ -145,7 +145,7 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
 
 def _collect(key: str, part: Any, where: str, said: dict[str, Any], partial: bool) -> bool:
     """Add a part that grows over the stream to `said`. Return False if it does not grow."""
-    if partial and key == "usage" and part:  # counts what has come so far
+    if partial and key == "usage" and part:  # the usage so far: the last one stays
         said[where] = part
     elif partial and key == "tool_calls" and part:
         for call in part:
@@ -184,8 +184,8 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
 
 
 def _is_part_of(shorter: list[Any], longer: list[Any]) -> bool:
-    """Whether all chunks of the shorter stream are in the longer one, in order: chunks whose tokens came together with
-    others are missing."""
+    """Whether the longer stream has all chunks of the shorter one, in order. The shorter one lacks chunks whose tokens
+    came together with others."""
     rest = iter(longer)
     return all(any(not any(differences(one, other)) for other in rest) for one in shorter)
 

@@ -32,7 +32,7 @@ def streamed(asked: Body, path: str) -> Body:
 
 
 def table(path: str, variants: Mapping[str, Body], prompt: str = SHORT) -> Iterator[Request]:
-    """Each variant with a short prompt and a long one, which is prefilled remotely; whole and streamed."""
+    """Yield each variant with a short prompt and with a long, remotely prefilled one, each whole and streamed."""
     for name, fields in variants.items():
         for size in ("short", "long"):
             text = prompt if size == "short" else f"{long(f'{path} {name}')} {prompt}"
@@ -49,11 +49,11 @@ def whole(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def _uncached(path: str, name: str) -> Body:
-    """A cache salt, because responses report cached tokens, which depend on earlier requests."""
+    """A cache salt for `/v1/responses`, because its cached tokens would otherwise depend on earlier requests."""
     return {"cache_salt": f"{name} {next(_serial)}"} if path == RESPONSES else {}
 
 
 def refused(path: str, variants: Mapping[str, Body]) -> Iterator[Request]:
-    """Each variant once, not streamed, because most are refused."""
+    """Yield each variant once, with a short prompt and not streamed, because most are refused."""
     for name, fields in variants.items():
         yield Request(f"{path} {name}", path, body(path, **fields))

@@ -1,5 +1,5 @@
-"""Allowed differences from one vLLM server, with reasons: the table of `docs/api.md`. Each case that names one
-(`Request.differs`) checks that it still exists."""
+"""Allowed differences from one vLLM server, with reasons: the table of `docs/api.md`. A request that names a difference
+(`Request.differs`) checks that the difference still exists."""
 
 from pathlib import Path
 
@@ -21,5 +21,5 @@ WHERE: dict[str, tuple[str, ...]] = {
     "lists and objects of a body": ("body.error.message", "body.error.param"),
     "an adapter that does not fit the model": ("body.error.message",),
 }
-"""Parts of the response that a difference changes; all others are compared."""
+"""Parts of the response that a difference changes; all other parts must be equal."""
 EVERYWHERE = ("status", "headers", "body")

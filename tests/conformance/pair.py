@@ -12,11 +12,11 @@ from tests.conformance.differences import DIFFERENCES, EVERYWHERE, WHERE
 from tests.real import KEY
 
 FRESH = httpx.Limits(keepalive_expiry=1.0)
-"""Seconds to reuse a connection: vLLM's server closes idle ones after 5 s, possibly while a request is on its way."""
+"""Reuse a connection for 1 s: vLLM's server closes idle ones after 5 s, possibly while a request is on its way."""
 
 
 class Pair:
-    """Sends requests to both, as a context manager."""
+    """A context manager that sends requests to both servers."""
 
     def __init__(self, ours: str, theirs: str) -> None:
         self.ours, self.theirs = ours, theirs
@@ -42,8 +42,8 @@ class Pair:
         )
 
     def remote(self, ours: Answer) -> None:
-        """Count a response whose prompt should be prefilled remotely. At least 80 % of these must be: on a busy
-        machine a remote prefill may time out and become local."""
+        """Count a response whose prompt should be prefilled remotely. At least 80 % of these prompts must be. The
+        others may time out on a busy machine and be prefilled locally."""
         self._ways.append(ours.prefill)
 
     def begin(self, requests: Iterable[Request]) -> None:
@@ -92,13 +92,13 @@ def ask(client: httpx.Client, request: Request) -> Answer:
 
 
 def alone(url: str, request: Request) -> Answer:
-    """Ask one server, if the two do not run at the same time."""
+    """Ask one server, in tests where the two do not run at the same time."""
     with httpx.Client(base_url=url, timeout=300) as client:
         return ask(client, request)
 
 
 def _shaped(path: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """Return vLLM's error in the format of its route, if it has another (two of the differences)."""
+    """Convert an error of vLLM to its route's format, if it has another format (two listed differences)."""
     body, status = answer["body"], answer["status"]
     if status == 400 and isinstance(body, dict) and "detail" in body:
         error = {"message": body["detail"], "type": "BadRequestError", "param": None, "code": status}

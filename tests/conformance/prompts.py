@@ -4,7 +4,7 @@ import hashlib
 
 SHORT = "What is the code of the red box?"
 LONG_TOKENS = 300
-"""Tokens that a long prompt has at least: the graph prefills it remotely."""
+"""A long prompt has at least this many tokens, so that the graph prefills it remotely."""
 
 
 def long(seed: str) -> str:

@@ -20,7 +20,7 @@ ALLOWED = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 @pytest.fixture(scope="package")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thinking]:
-    """The graph's file names the first adapter; `test_adapters` loads the second while it runs. vLLM has both."""
+    """The graph's file has the first adapter; `test_adapters` loads the second later. vLLM starts with both."""
     folder = tmp_path_factory.mktemp("thinking")
     model, folders = make_model(folder / "model"), adapters.make(folder / "adapters")
     modules = [f"{name}={path}" for name, path in folders.items()]
@@ -36,7 +36,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thinking]:
     for name in ("graph", "vllm"):
         (folder / name).mkdir()
     with ExitStack() as stack:
-        with ThreadPoolExecutor(1) as pool:  # side by side; a graph ends with the thread that starts it
+        with ThreadPoolExecutor(1) as pool:  # for vLLM; a graph would end with the pool's thread
             starting = pool.submit(stack.enter_context, one_vllm(folder / "vllm", model, arguments, ALLOWED))
             graph = stack.enter_context(serving(yaml, folder / "graph", ALLOWED))
             vllm = starting.result()

@@ -40,7 +40,7 @@ def change(name: str, path: str, differs: str = "", **body: object) -> Request:
 
 
 def requests(blue: str, wide: str) -> list[Request]:
-    """In this order: each builds on the state left by those before. `blue` and `wide` are folders."""
+    """Return requests to send in this order, because some load and unload adapters. `blue`, `wide`: folders."""
     return [
         chat("an adapter", RED),
         chat("a stream", RED, stream=True, stream_options={"include_usage": True}),
@@ -72,7 +72,7 @@ def requests(blue: str, wide: str) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def blue(thinking: Thinking) -> str:
-    """The folder of the second adapter, which the graph has loaded too."""
+    """Load the second adapter into the graph. Return its folder."""
     folder = str(thinking.adapters[BLUE])
     asked = {"lora_name": BLUE, "lora_path": folder}
     loaded = httpx.post(f"{thinking.graph.url}{LOAD}", json=asked, timeout=90)
@@ -91,7 +91,7 @@ def wide(blue: str, tmp_path: Path) -> str:
 
 @pytest.mark.usefixtures("blue")
 async def test_tokens_of_each_adapter_equal_those_of_one_server(thinking: Thinking) -> None:
-    """The same prompts for each model, together, then again with prefix hits."""
+    """Each model gets the same prompts, all at once, then once more with prefix hits."""
     async with Reference(thinking.pair.theirs).client() as client:
         theirs = [await tokens_of(client, case, model=model, cache_salt=model) for model, case in JOBS]
     assert len({tuple(tokens) for tokens in theirs}) == len(JOBS), "each adapter gives other tokens"

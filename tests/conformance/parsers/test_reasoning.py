@@ -1,5 +1,5 @@
-"""Reasoning with the parser from the YAML, on every route, whole and streamed; grammars that apply after it; priority,
-if workers schedule by it."""
+"""Reasoning with the parser from the YAML, on every route, whole and streamed; grammars that apply after the reasoning;
+`priority` with workers that schedule by priority."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""A model that reasons and calls tools, and both servers with it: the demo model with `<think>` and `</think>` in its
-vocabulary, as in Qwen3. Where the demo model would write a comma, this one ends its reasoning:
+"""A model that reasons and calls tools, served by pdserve and by vLLM: the demo model with `<think>` and `</think>` in
+its vocabulary, as in Qwen3. Where the demo model would write a comma, this model ends its reasoning:
 
     Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a door</think> then ask
     me for it.
@@ -32,8 +32,8 @@ TEMPLATE = """\
 
 
 def make_model(folder: Path) -> Path:
-    """`</think>` gets the comma's embedding, slightly longer, so that it wins wherever the comma would. `<think>` gets
-    a zero embedding and never wins."""
+    """`</think>` gets 1.02 times the comma's embedding, so that it wins wherever the comma would. `<think>` gets a zero
+    embedding and never wins."""
     shutil.copytree(MODEL_DIR, folder)
     files = {name: json.loads((folder / name).read_text()) for name in ("tokenizer.json", "config.json")}
     tokenizer, config = files["tokenizer.json"], files["config.json"]

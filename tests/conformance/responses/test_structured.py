@@ -127,4 +127,4 @@ def test_responses_equal_vllms_after_a_remote_prefill(pair: Pair, path: str, ask
 
 
 NO_SPACES = {"200": -100, "201": -100, "223": -100}
-"""Otherwise the model would fill the JSON with spaces."""
+"""A `logit_bias` against tokens of spaces, with which the model would otherwise fill the JSON."""

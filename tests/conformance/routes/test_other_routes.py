@@ -131,7 +131,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 
 
 def test_tokens_that_were_cached_are_counted(pair: Pair) -> None:
-    """The whole prompt again, and a longer one: prefix hits count wherever the prompt was prefilled."""
+    """The same prompt again, and a longer one. Prefix hits count with local and with remote prefill."""
     prompts = (long("cached"), long("cached"), f"{long('cached')} {SHORT}")
     usages = [pair.same(response("cached", input=prompt)).body["usage"] for prompt in prompts]
     counts = [usage["input_tokens_details"]["cached_tokens"] for usage in usages]

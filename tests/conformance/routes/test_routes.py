@@ -140,7 +140,7 @@ def test_routes_respond_as_listed(pair: Pair, request_: Request) -> None:
 
 
 def test_vllm_refuses_a_wrong_key_as_listed(pair: Pair) -> None:
-    """The graph here needs no key; tests/frontend tests its responses."""
+    """The graph of this test needs no key; tests/frontend tests a graph's responses to wrong keys."""
     answer = httpx.post(f"{pair.theirs}/v1/completions", json=BODY, headers={"authorization": "Bearer no"})
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
     assert KEY not in answer.text
