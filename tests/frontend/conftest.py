@@ -51,7 +51,7 @@ in_session = pytest.mark.asyncio(loop_scope="session")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Frontends run on uvloop, whose transports behave differently, above all with TLS."""
+    """Frontends run on uvloop, whose transports differ from asyncio's, above all with TLS."""
     return {"uvloop": Loop}
 
 
@@ -78,7 +78,7 @@ class Graph:
     """A frontend in this process, on a real port, with echoing decode workers."""
 
     def __init__(self, id: str = "frontend-0-test", registry: MemoryServer | None = None) -> None:
-        """`registry`: the first frontend's, for a second one of the same graph."""
+        """`registry`: shared with the first frontend, for a second frontend of the same graph."""
         self.id, self.registry = id, registry or MemoryServer()
         self._count = 0
         self.models: ServedModels
@@ -143,8 +143,8 @@ class Graph:
         role: Role = Role.DECODE,
         **options: Any,
     ) -> AsyncIterator[EchoWorker]:
-        """Yield a registered and connected worker. On exit, kill it and end its lease. With an archive, its model is on
-        another host. `options`: fields of EchoWorker."""
+        """Yield a registered worker, `connected` to the frontend or not. On exit, kill it and end its lease. `options`:
+        fields of EchoWorker; with `archive`, the worker's model is on another host."""
         self._count += 1
         worker = EchoWorker(f"{role.value}-0-{self._count:04}", model, role=role, **options)
         served = card(model, fingerprint=worker.loaded, generation=generation)

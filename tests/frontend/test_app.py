@@ -1,4 +1,4 @@
-"""What the edge itself decides: headers, refusals, limits, deadlines, disconnects."""
+"""What the frontend decides without vLLM's app: headers, refusals, limits, deadlines, disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -128,7 +128,7 @@ async def test_a_deadline_ends_a_request_everywhere(graph: Graph, pace: float | 
 async def full(
     graph: Graph, limits: AdmissionLimits
 ) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
-    """Yield a worker with two slots, both in use; `finish` ends its requests."""
+    """Yield a worker with two slots, and the request that uses both; `finish` ends it."""
     async with graph.worker(pace=None, at_once=2) as worker:
         await until(lambda: bool(graph.models.usable_workers().get("demo")))
         running = asyncio.create_task(complete(graph, n=2, temperature=1.0))

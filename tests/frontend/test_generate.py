@@ -1,4 +1,4 @@
-"""Every generating route with an echo worker. vLLM's own app writes the responses."""
+"""Every generating route with an echo worker, whole and streamed."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -40,7 +40,7 @@ class Model:
         return self.control.enter(client, size, time.monotonic() + left, is_flex=is_flex)
 
     def take(self, *admissions: Admission) -> None:
-        """Request a permit for each of their sequences, as the engine core does."""
+        """Request a permit for each sequence of these requests, as the engine core does."""
         for admission in admissions:
             for _ in range(admission.size.sequences):
                 self.sequence(admission)
@@ -82,7 +82,7 @@ class Model:
         self.order.append(permit.admission.client)
 
     def end(self, permit: SequencePermit | None = None) -> None:
-        """End this or the first running sequence. A request ends with its last sequence."""
+        """End this sequence, or else the first running one. A request ends with its last sequence."""
         permit = permit or self.running[0]
         self.running.remove(permit)
         permit.release()
@@ -389,8 +389,8 @@ def test_a_client_gets_slots_until_no_other_has_more_than_twice_as_many(
 
 
 def test_a_preempted_slot_goes_to_the_client_for_which_it_was_preempted() -> None:
-    """Here that client runs its share already (17 slots, 14 clients). The paused sequence is ahead in the queue, and
-    could get the slot back again and again."""
+    """`small` runs its share already (17 slots, 14 clients). The paused sequence is ahead in the queue, and could
+    otherwise get the slot back again and again."""
     model = Model(17, pauses=True)
     model.streams("greedy", 4)
     for client in ("small", *"abcdefghijkl"):
@@ -481,7 +481,7 @@ def test_a_client_never_yields_its_only_slot() -> None:
 
 
 async def test_time_without_workers_does_not_count_as_a_slow_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the first burst after a slow start is refused, because it would wait as long as the start took."""
+    """Otherwise a slow start would lengthen the estimated wait, and the first burst after it would be refused."""
     clock, started = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock() + started)
     model = Model(0)

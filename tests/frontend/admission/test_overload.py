@@ -111,7 +111,7 @@ async def test_a_request_with_many_outputs_leaves_other_requests_their_turns(gra
         (crowd,) = flood(graph, 1, stream=False, prompt=prompts, n=3, temperature=1.0, max_tokens=20)
         await until(lambda: engine.usage.running + engine.usage.waiting == SLOTS)
         assert len(admission) == 1
-        for _ in range(3):  # of the same client: each gets a turn before the crowd ends
+        for _ in range(3):  # requests of the same client: each gets a turn before `crowd` ends
             answer = await complete(graph, model=NAME, max_tokens=2)
             assert answer.status_code == 200
             assert engine.usage.running + engine.usage.waiting <= SLOTS

@@ -32,7 +32,7 @@ def test_the_rate_is_unknown_at_first() -> None:
     assert rate.seconds(0, 10.0) == 0
     assert rate.seconds(100, 10.0) is None
     rate.admitted(50, 10.5)
-    assert rate.seconds(100, 10.5) is None  # the first request may not have waited
+    assert rate.seconds(100, 10.5) is None  # perhaps the first request did not wait
 
 
 def test_the_rate_is_tokens_per_second_while_requests_wait() -> None:
@@ -79,7 +79,7 @@ def test_the_rate_falls_while_nothing_is_admitted() -> None:
     [
         (29, 600, 2, 30, 0),
         (35, 600, 2, 30, 5),
-        (4, 10, 2, 30, 0),  # half of the 8 s to spare may be waited
+        (4, 10, 2, 30, 0),  # the wait may take half of the 8 s to spare
         (5, 10, 2, 30, 1),
         (1, 10, 20, 30, 1),  # 20 s do not fit into 10 s
         (0, 10, 20, 30, 0),  # the next request is never refused

@@ -105,7 +105,7 @@ class Served:
         )
 
     async def end(self, batch: Batch, name: str = "ann", done: int | None = None) -> Batch:
-        """Wait until the batch has ended or, if given, `done` of its lines have."""
+        """Wait until the batch has ended or, if given, until `done` of its lines have ended."""
         for _ in range(600):
             batch = await self.client(name).batches.retrieve(batch.id)
             counts = batch.request_counts
@@ -379,7 +379,7 @@ async def test_setting_the_clock_ends_no_batch(
         batch = await one.begin(chat("a"))
         await worker.until(lambda: worker.jobs)
         monkeypatch.setenv("PDSERVE_CLOCK_OFFSET", "90000")
-        for _ in range(3):  # the runner looks at every batch between two of these
+        for _ in range(3):  # the runner checks every batch between two such batches
             await one.end(await one.begin(b"nothing", name="bob"), "bob")
         worker.go()
         assert (await one.end(batch)).status == "completed"
@@ -467,7 +467,7 @@ async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: py
             b"0" * 900
         )
         form = "multipart/form-data; boundary=x"
-        slow = f"{form}; Charset=punycode"  # decoded on the loop: 750 s for a megabyte
+        slow = f"{form}; Charset=punycode"  # decoding a megabyte would block the event loop for 750 s
         for body, kind in ((b"", form), (b"--x\r\n", form), (b"x" * 100, form), (field, slow)):
             headers = client.auth_headers | {"content-type": kind}
             answer = await client._client.post("files", content=body, headers=headers)

@@ -57,7 +57,7 @@ DATA = "A" * 400_000
     ],
 )
 def test_an_image_counts_as_its_tokens(path: str, part: dict[str, object]) -> None:
-    """Its base64 would count as more tokens than some keys have a minute."""
+    """The image's base64 would count as more tokens than some keys have per minute."""
     fields = {"input" if path == "responses" else "messages": [{"role": "user", "content": [part, part]}]}
     size = parse_body(f"/v1/{path}", json.dumps(fields).encode()).size
     assert 2 * IMAGE_TOKENS < size.prompt_tokens < 2 * IMAGE_TOKENS + 100
@@ -119,7 +119,7 @@ def test_an_unterminated_string_is_parsed_as_fast_as_others() -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
 def test_parts_are_counted_in_other_encodings(encoding: str) -> None:
-    """In these, a byte of U+2200 equals a quote."""
+    """In these encodings, a byte of U+2200 equals a quote."""
     with pytest.raises(BadRequest, match="lists and objects"):
         parse_body(CHAT, f'{{"\u2200": [{"[]," * MAX_PARTS}[]]}}'.encode(encoding))
 
@@ -155,7 +155,7 @@ def test_requests_that_would_block_the_event_loop_are_large(
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "a\nb", "a\x1b[2Jb", "a b", "\ud800", "\xe9", "a/b"])
 def test_an_id_that_is_long_or_odd_is_refused(given: str) -> None:
-    """Each output and log line has the id."""
+    """Each output and each log line repeats the id."""
     for path in GENERATING:
         with pytest.raises(BadRequest, match="request_id must") as refused:
             parse_body(path, json.dumps({"request_id": given}).encode())

@@ -1,4 +1,4 @@
-"""A stream has the same bytes whether vLLM's app makes its chunks or plain chunks are written without it."""
+"""A stream has the same bytes with chunks of vLLM's app and with plain chunks, which are written without that app."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ TEXTS = (
     "<|im_end|> special <|im_start|> tokens <|endoftext|> inside",
 )
 NOT_PLAIN = {"priority": 0}
-"""without effect and unknown to `is_plain`, so that vLLM's app makes every chunk"""
+"""a field without effect, unknown to `is_plain`, so that vLLM's app makes every chunk"""
 
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
@@ -63,7 +63,7 @@ def test_which_requests_are_plain(changes: dict[str, Any]) -> None:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many chunks were written without the app."""
+    """How many chunks were written without vLLM's app."""
     count: Counter[str] = Counter()
     write = DeltaStream.write
 
@@ -106,8 +106,8 @@ class Answer:
         return self._raw.count(b"\n\ndata:") + bool(self._raw)
 
     async def step(self, worker: EchoWorker, *, surely: bool = True) -> None:
-        """Make a step and wait for its chunks, so that tokens of two steps are not merged. Not `surely`: the step may
-        bring no chunk."""
+        """Make a step and wait for its chunks, so that tokens of two steps are not merged. With `surely=False`, the
+        step may bring no chunk."""
         begins = self._chat and not self._raw  # a chat's first chunk has the role only
         expected = self._count() + len(worker.jobs) * (1 + begins)
         await worker.step()
@@ -252,7 +252,8 @@ async def test_the_bytes_are_equal_with_a_tool_parser(graph: Graph, written: Cou
 async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests before and after it in the step go on. One that met a stop string is cancelled at the worker."""
+    """Requests before and after the failed one in the step go on. A request that met a stop string is cancelled at the
+    worker."""
     before, poisoned, stopped, after = ({**COMPLETION, "max_tokens": 9, "user": name} for name in "abcd")
     stopped["stop"] = TOKENIZER.decode([302])
     async with graph.worker(pace=None) as worker:

@@ -1,4 +1,4 @@
-"""Errors of vLLM's app and of the edge have the shape of their route. A client's fault logs no traceback."""
+"""Errors of vLLM's app and of `frontend/edge` have the shape of their route. A client's fault logs no traceback."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ SURROGATE = (
 
 
 def ask(**changes: object) -> bytes:
-    """Return a body that all these routes accept."""
+    """Return a body that the routes of `OPENAI` and `ANTHROPIC` accept."""
     body = {**chat(), "prompt": "x", "input": "x", **changes}
     return json.dumps({name: value for name, value in body.items() if value}).encode()
 
@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[bytes, dict[str, str], int]] = {
     "a wrong key": (ask(), {"authorization": "Bearer wrong"}, 401),
     "a long head": (ask(), {"x": "y" * 70_000}, 431),
 }
-"""Requests that the edge refuses. The other errors are in tests/conformance/routes/test_errors.py."""
+"""Requests that `frontend/edge` refuses. The other errors are in tests/conformance/routes/test_errors.py."""
 
 
 def check_shape(path: str, answer: httpx.Response) -> None:
@@ -68,7 +68,7 @@ async def test_an_error_has_the_shape_of_its_route(
             check_shape(path, answer)
     assert found == {name: status for name, (_, _, status) in WRONG.items()}
     assert "Traceback" not in "".join(capfd.readouterr())
-    monkeypatch.setattr(graph.models, "find", None)  # an error of the edge itself
+    monkeypatch.setattr(graph.models, "find", None)  # an unexpected error in `frontend/edge`
     answer = await graph.http.post(path, content=ask(), headers=key)
     assert answer.status_code == 500
     check_shape(path, answer)

@@ -150,7 +150,7 @@ async def test_heads_that_are_wrong_or_too_large_are_refused(
 
 
 async def test_bodies_that_two_servers_may_read_differently_are_refused(graph: Graph) -> None:
-    """Request smuggling: a proxy could see other requests there. The bytes after such a body are not read."""
+    """Request smuggling: a proxy could see other requests in such bodies. The bytes after them are not read."""
     async with guarded(graph) as server:
         hidden = GET + b"x-hidden: 1\r\n\r\n"
         found = await asyncio.gather(

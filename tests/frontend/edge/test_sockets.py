@@ -41,7 +41,7 @@ _ALONE = (
 
 
 def test_roles_started_alone_share_a_port_if_one_process_started_them() -> None:
-    """So systemd can start a frontend's successor. To any other process, the error names them."""
+    """Systemd needs this to start a frontend's successor. To another process, an error names the two holders."""
     holders, pids, port = [], list[str](), "0"
     for _ in range(2):
         command = [sys.executable, "-c", _ALONE, port]
@@ -95,7 +95,7 @@ async def test_many_connections_are_accepted_in_one_turn_of_the_event_loop() -> 
 async def server(
     graph: Graph, certificate: ServerCertificate | None = None, connections: ClientConnections | None = None
 ) -> AsyncIterator[Address]:
-    """The same frontend on another port."""
+    """Serve the graph's frontend on another port, too."""
     async with AsyncExitStack() as stack:
         renewed = RenewedCertificate(certificate) if certificate else None
         yield address_of(await serve(graph.app, stack, connections, renewed))
@@ -136,7 +136,7 @@ def read(sock: socket.socket) -> bytes:
 
 @in_session
 async def test_unread_streams_pause_and_continue(graph: Graph, either: ServerCertificate | None) -> None:
-    """Other requests get their slots long before their end. A client that reads again gets everything."""
+    """Other requests get the slots of unread streams. A client that reads again gets everything."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(graph.worker(at_once=4, pace=0.001))
         connections = ClientConnections(60.0, 60.0, pause_after=0.2)
@@ -187,7 +187,7 @@ async def test_a_deadline_ends_the_request_of_a_slow_reader(graph: Graph) -> Non
 async def test_a_slow_but_steady_reader_gets_the_whole_answer(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
-    """Unsent data still leaves after the server closes. Over TLS, close_notify follows it."""
+    """After the server's close, unsent data is still sent, over TLS with close_notify at the end."""
 
     def slowly(sock: socket.socket) -> bytes:
         answer, slow = b"", time.monotonic() + 1.5
@@ -210,7 +210,7 @@ async def test_a_slow_but_steady_reader_gets_the_whole_answer(
 
 @in_session
 async def test_an_unfinished_head_ends_the_connection(graph: Graph, either: ServerCertificate | None) -> None:
-    """Even if a byte comes now and then, or if the connection was used before."""
+    """Bytes that trickle in, or an earlier request on the connection, do not prevent the 408."""
     tls = trusting(either) if either else None
 
     async def refused(address: Address, begin: bytes, again: bool) -> bool:
@@ -245,7 +245,7 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
 async def test_idle_connections_stay_open_longer_than_clients_and_proxies_keep_them(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
-    """httpx keeps them for 5 s, Caddy for 120 s. If the server closes first, a request sent just then is lost."""
+    """httpx keeps idle connections for 5 s, Caddy for 120 s. If the server closes first, a request may be lost."""
     connections, tls = ClientConnections(0.4, 0.4), trusting(either) if either else None
     async with server(graph, either, connections) as address:
         reader, writer = await asyncio.open_connection(*address, ssl=tls)
@@ -362,7 +362,7 @@ async def test_an_answer_before_the_check_for_a_reset_logs_no_error(
 @in_session
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_client_that_closes_both_sides_ends_its_request(graph: Graph, begun: bool) -> None:
-    """`begun`: its answer has begun, and then pauses."""
+    """`begun`: the response has begun, and then pauses."""
     async with graph.worker(pace=None) as worker, asked(graph, stream=begun) as (reader, writer):
         await worker.until(lambda: worker.jobs)
         if begun:

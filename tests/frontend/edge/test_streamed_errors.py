@@ -43,7 +43,7 @@ CASES = [
     *((RESPONSES, name) for name in ("regex", "logit_bias", "stop_token_ids")),
     *((path, RANK) for path in (CHAT, COMPLETIONS, MESSAGES)),
 ]
-"""(route, key in WRONG or RANK) if the route has the field; vLLM reads no rank for /v1/responses"""
+"""(route, key in WRONG or RANK), for routes that have the field; vLLM reads no rank for /v1/responses"""
 
 
 def asked(path: str, name: str = "", **more: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_ends_its_request(
 async def test_a_failed_handshake_ends_the_connection_and_is_counted(
     graph: Graph, certificate: ServerCertificate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A port probe, and plain HTTP."""
+    """The failures are a port probe, and plain HTTP."""
     connections, failed = ClientConnections(30.0, 30.0), CONNECTIONS_CLOSED.labels("handshake")
     async with server(graph, certificate, connections) as address, httpx.AsyncClient() as http:
         before = failed._value.get()
@@ -150,7 +150,7 @@ def made(folder: Path, valid: timedelta = VALIDITY) -> ServerCertificate:
 
 
 def shown_end() -> float:
-    """The end of the API's certificate by its metric."""
+    """Return the time at which the API's certificate expires, from the metric."""
     return REGISTRY.get_sample_value("pdserve_certificate_end_seconds", {"certificate": "api"}) or 0.0
 
 

@@ -31,7 +31,7 @@ FATAL: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"grammar": "start: %json " + json.dumps(RANGE).replace("max", "m\\u0061x")}}, "below"),
     ({"structured_outputs": {"json": {"type": "string", "maxLength": SMILES, "minLength": SMILES}}}, ""),
 ]  # fmt: skip
-"""Grammars found by `pdserve_bench.fuzz`: llguidance would end the frontend with SIGSEGV, or panics."""
+"""Grammars found by `pdserve_bench.fuzz`, at which llguidance panics or ends the frontend with SIGSEGV."""
 SURROGATES: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "\ud800"}, ""),
     ({"bad_words": ["\ud800"]}, "bad_words"),
@@ -46,7 +46,7 @@ REFUSED = [
     *REFUSED_AS_STREAMS,
     *(("/v1/completions", changes, 400, said) for changes, said in FATAL + SURROGATES),
 ]
-"""The last two groups are sent without `stream` only."""
+"""FATAL and SURROGATES are sent without `stream` only."""
 JSON = {"content-type": "application/json"}
 
 
@@ -65,7 +65,7 @@ async def test_refused_requests_reach_no_worker(graph: Graph, stream: bool) -> N
 
 
 async def test_refused_requests_hold_no_capacity(graph: Graph) -> None:
-    """They keep no slot and no KV tokens of a worker. A request beside them still migrates when its worker is lost."""
+    """Refused requests keep no slot and no KV tokens. A request beside them still migrates when its worker is lost."""
     async with graph.worker(pace=None, at_once=8) as first:
         before = graph.processor().workers.capacity
         for _ in range(3):  # fewer sequences than slots: a request that has to wait may get a 429
@@ -82,7 +82,7 @@ async def test_refused_requests_hold_no_capacity(graph: Graph) -> None:
 
 
 async def test_a_waiting_request_that_cannot_be_encoded_fails_alone(graph: Graph) -> None:
-    """It fails when a worker's link comes up. The link stays up and serves the request behind it."""
+    """Request `a` fails when the second worker's link comes up. The link stays up and serves request `b`."""
     async with graph.worker(pace=None) as first:
         waiting = [post(graph, presence_penalty=0.5, request_id="a"), post(graph, request_id="b")]
         await first.until(lambda: len(first.jobs) == 2)

@@ -101,7 +101,7 @@ def admitted(quota: KeyQuota, seconds: int) -> int:
 
 @pytest.mark.parametrize("frontends", [1, 2, 3])
 def test_over_time_all_frontends_together_admit_the_limit(frontends: int) -> None:
-    """Not counted: the minute's budget with which each starts."""
+    """The counts leave out the minute's budget with which each frontend starts."""
     counts = []
     for _ in range(frontends):
         quota = KeyQuota(KeyLimits(requests_per_minute=60), 0.0)

@@ -86,7 +86,7 @@ async def test_the_headers_and_the_error_are_anthropics(graph: Graph, limit: Lim
 async def test_official_clients_retry_where_it_helps(
     graph: Graph, limit: Limit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Clients wait as long as Retry-After says. For a request over the minute's tokens they raise an error."""
+    """Clients wait as Retry-After says. For a request over the minute's tokens, they raise an error at once."""
     caplog.set_level(logging.INFO, "pdserve.frontend.observability.request_log")
     openais = openai.AsyncOpenAI(base_url=f"{graph.url}/v1", api_key=KEY, max_retries=1)
     anthropics = anthropic.AsyncAnthropic(base_url=graph.url, api_key=KEY, max_retries=1)

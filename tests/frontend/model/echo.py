@@ -32,7 +32,7 @@ from pdserve.stream.tcp import TcpStreamServer
 from pdserve.util.errors import PeerGone
 
 FIRST, MANY = 300, 600
-"""first id and number of generated tokens, all words of the demo tokenizer"""
+"""generated ids are FIRST to FIRST + MANY - 1, all words of the demo tokenizer"""
 
 
 def next_token(context: list[int]) -> int:
@@ -89,9 +89,9 @@ class EchoWorker:
     shift: int = 0
     """added to each token, as if the worker had other weights"""
     fail: Failed | None = None
-    """answered to every request instead of tokens, under that request's id"""
+    """reply to every request in place of tokens, under that request's id"""
     archive: bytes = b""
-    """of the model; sent in two parts, once `archive_sent` is set"""
+    """of the model; sent in two parts, after `archive_sent` is set, if there is one"""
     archive_sent: asyncio.Event | None = None
     archives_asked: int = 0
 

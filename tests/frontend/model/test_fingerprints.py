@@ -76,7 +76,7 @@ async def test_during_an_upgrade_of_vllm_a_frontend_serves_workers_of_its_versio
 async def test_waiting_requests_go_to_the_newest_model_when_no_old_worker_is_left(
     graph: Graph, path: str, stream: bool
 ) -> None:
-    """Two are at the old worker without a token, two wait in admission."""
+    """Two requests are at the old worker without a token, two wait in admission."""
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(
             graph.worker("rolled", pace=None, at_once=2, loaded="old", generation=11)
@@ -152,7 +152,7 @@ async def test_a_request_for_a_broken_model_goes_to_its_replacement(graph: Graph
 async def test_a_long_request_stays_with_the_weights_that_began_it(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its header may allow more than `request-timeout`."""
+    """A request's header may allow more than `request-timeout`, so the old model stays longer than that."""
     context = dataclasses.replace(graph.models._context, request_timeout=0.1)
     monkeypatch.setattr(graph.models, "_context", context)
     async with graph.worker("rolled", pace=None, loaded="old", generation=19) as old:

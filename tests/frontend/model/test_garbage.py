@@ -12,7 +12,7 @@ from tests.conditions import holds, until
 
 
 class Node:
-    """Garbage that only a full collection frees, once it is old."""
+    """A reference cycle, which only a full collection frees once it is in the oldest generation."""
 
     def __init__(self) -> None:
         self.itself = self

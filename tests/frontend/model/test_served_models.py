@@ -123,7 +123,7 @@ async def test_a_removed_model_is_garbage_collected(graph: Graph) -> None:
 
 
 async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
-    """Its links say which decode workers are connected."""
+    """The frontend's links say which decode workers are connected."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         request = asyncio.create_task(complete(graph, max_tokens=1))
         await worker.until(lambda: worker.jobs)
@@ -190,8 +190,8 @@ async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_no
 
 
 async def test_requests_wait_while_the_graph_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to `max-waiting` for the configured model wait, each until its deadline. A client that disconnects leaves
-    the queue."""
+    """Up to `max-waiting` requests for the configured model wait, each until its deadline. A client that disconnects
+    leaves the queue."""
     async with running_graph(tmp_path) as graph:
         monkeypatch.setattr(graph.models, "_limits", AdmissionLimits(max_waiting=3))
         unknown = await complete(graph, model="other")
@@ -253,7 +253,7 @@ async def test_health_says_what_is_missing(graph: Graph) -> None:
 
 async def test_health_names_problems_from_the_registry_and_is_200(graph: Graph) -> None:
     async def told(*texts: str) -> bool:
-        """Return whether the response names exactly these of the test's problems."""
+        """Return whether the response names exactly these of `without`, `lost` and `gone`."""
         answer = await graph.http.get("/health")
         problems = "; ".join(answer.json().get("problems", []))
         assert answer.status_code == 200
@@ -289,7 +289,7 @@ async def test_version(graph: Graph) -> None:
 
 
 async def test_routing_is_round_robin_and_can_be_changed(graph: Graph) -> None:
-    """`least-loaded` adds the reported load, because it includes other frontends' requests."""
+    """`least-loaded` adds the load that workers report, which includes other frontends' requests."""
     async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
             await complete(graph, max_tokens=1)
@@ -308,7 +308,7 @@ async def test_routing_is_round_robin_and_can_be_changed(graph: Graph) -> None:
 
 
 async def test_parameters_that_need_an_engine_without_speculation_are_refused(graph: Graph) -> None:
-    """vLLM's engine would ignore them."""
+    """vLLM's engine would ignore these parameters."""
     async with graph.worker("drafting", args={"speculative-config": {"method": "ngram"}}):
         plain = await complete(graph, model="drafting")
         refused = [

@@ -1,4 +1,4 @@
-"""No decode worker is available: a prefill worker decodes until one is back."""
+"""While no decode worker is available, a prefill worker decodes."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -159,7 +159,7 @@ async def test_prefill_workers_without_an_address_or_with_other_weights_do_not_s
 async def test_a_lost_connection_is_renewed_before_a_prefill_worker_stands_in(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a pause of the frontend, during which workers closed its connections."""
+    """The worker cuts the connection, as workers do while a frontend is paused."""
     async with graph.worker() as decode, stand_in(graph) as prefill:
         monkeypatch.setattr("pdserve.frontend.workers.pool.MIN_RETRY_DELAY", 0.1)
         await holds(lambda: graph.models.usable_workers()["demo"], 0.2)

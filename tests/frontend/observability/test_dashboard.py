@@ -66,7 +66,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 class Visit:
-    """An open page, and its errors."""
+    """A page that is open in the browser, and the page's errors."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
@@ -100,9 +100,8 @@ class Visit:
 
     async def looks_again(self) -> None:
         """Wait until the page shows a state that was asked for after this call."""
-        for _ in range(
-            3
-        ):  # the first may answer an earlier request; the third is sent after the second is shown
+        # the first response may be to an earlier request; the third request is sent after the second response is shown
+        for _ in range(3):
             async with self.page.expect_response("**/dashboard/state"):
                 pass
 
@@ -342,7 +341,7 @@ async def test_a_frontend_that_does_not_answer_is_shown_until_it_does(graph: Gra
         await visit.says("the page shows its last state")
         await expect(visit.page.locator("#problems")).not_to_contain_text("All is well")
         await visit.page.route("**/dashboard/state", lambda route: route.fulfill(json={}))
-        await visit.looks_again()  # a state that it cannot show
+        await visit.looks_again()  # a state that the page cannot show
         await visit.page.unroute_all()
         await expect(live).to_contain_text("live")
         await visit.says("All is well")
@@ -368,7 +367,7 @@ async def test_with_keys_the_page_asks_for_one(graph: Graph, browser: Browser) -
                 await page.route("**/dashboard/state", late)
             await page.keyboard.press("Enter")
             await page.unroute("**/dashboard/state", late)
-            entered.set()  # a 401 for a request from before the key does not ask for a key again
+            entered.set()  # a late 401, to a request sent without this key, is ignored
             await expect(page.locator("#ask-key-why")).to_contain_text("does not know this key")
             await page.fill("#key-value", "sk-alice-0123456789")
             await page.keyboard.press("Enter")

@@ -1,4 +1,4 @@
-"""Whether promises were kept: in receipts, metrics and the dashboard's share."""
+"""Whether promises were kept: in receipts, in metrics and in the dashboard's share of kept promises."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def receipt(
     path: str = "/v1/completions",
     running: bool = False,
 ) -> Receipt:
-    """`gap`: seconds of the longest gap, and from the start to its end."""
+    """`gap`: length of the longest gap, and the gap's end after the request's start, in seconds."""
     state = RequestState("id", path, 1600.0, started=1000.0, promised=promised)
     state.first_token = None if ttft is None else state.started + ttft
     state.longest_gap, state.longest_gap_end = gap[0], state.started + gap[1]

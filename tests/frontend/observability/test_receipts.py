@@ -45,7 +45,7 @@ def newest(graph: Graph) -> Receipt:
 
 
 def way(receipt: Receipt) -> list[str]:
-    """The hops in order: name, instance and why."""
+    """Return each hop's name, instance and reason, in order."""
     assert all(early.start <= late.start for early, late in pairwise(receipt.hops))
     assert all(hop.start >= 0 and hop.start + hop.seconds <= receipt.seconds + 0.02 for hop in receipt.hops)
     assert {hop.name for hop in receipt.hops} <= set(reports.HOPS)
@@ -106,7 +106,7 @@ async def test_the_receipt_of_a_request_that_migrates_has_both_workers(graph: Gr
         await until(lambda: newest(graph).hops[-1].why == "no decode worker is available")
         async with graph.worker() as second:
             await request
-    await until(lambda: not newest(graph).running)  # its client may have the answer a moment before
+    await until(lambda: not newest(graph).running)  # the client may have the response a moment earlier
     receipt = newest(graph)
     lost = ["admission", *THERE, f"first-step {first.id}", f"decode {first.id}"]
     moved = [f"migration {first.id} {first.id} is gone", "admission no decode worker is available"]
@@ -192,7 +192,7 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
 
 @asynccontextmanager
 async def other_frontend(graph: Graph, kept: list[Receipt]) -> AsyncIterator[list[tuple[object, ...]]]:
-    """Register another frontend with these receipts. Yield the arguments of requests to it."""
+    """Register another frontend with these receipts. Yield the arguments with which it was asked for receipts."""
     asked: list[tuple[object, ...]] = []
 
     def tell(limit: int, key: str | None, request_id: str) -> list[Receipt]:
@@ -283,7 +283,7 @@ async def test_several_sequences_are_one_request_with_the_hops_of_the_first(grap
     async def counts(request: Awaitable[object]) -> list[float]:
         before = histograms()
         await request
-        await until(lambda: not newest(graph).running)  # its client may have the answer a moment before
+        await until(lambda: not newest(graph).running)  # the client may have the response a moment earlier
         return [late - early for early, late in zip(before, histograms(), strict=True)]
 
     batch = chat(messages=[chat()["messages"]] * 2)

@@ -1,5 +1,5 @@
-"""Traces of a whole graph: a frontend, decode and prefill workers on simulated engines, and a collector that takes what
-they send."""
+"""Traces of a whole graph: a frontend, decode and prefill workers on simulated engines, and a collector that receives
+their spans."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ class TracedGraph(Graph):
         return await self.http.post("/v1/completions", json=asked | body, headers=headers)
 
     async def trace(self, trace_id: str, *wanted: str) -> list[Exported]:
-        """Wait until the trace has exactly the `wanted` spans. Return them by start."""
+        """Wait until the trace has exactly the `wanted` spans. Return them in order of start."""
 
         def names() -> list[str]:
             return sorted(span.name for span in self.collector.of(trace_id))
@@ -92,7 +92,7 @@ def worker(workers: list[Worker]) -> Worker:
 
 
 def client_trace(flags: str = "01") -> tuple[str, dict[str, str]]:
-    """Return the id of a trace that the client began, and its headers."""
+    """Return the id of a trace that the client began, and the headers that carry the id."""
     trace_id = uuid4().hex
     return trace_id, {"traceparent": f"00-{trace_id}-{PARENT}-{flags}"}
 

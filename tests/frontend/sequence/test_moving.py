@@ -1,4 +1,4 @@
-"""A decode worker is lost: the request goes on at another, and the client sees nothing but a pause."""
+"""A decode worker is lost: its requests continue at another worker, and clients see nothing but a pause."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -57,7 +57,7 @@ async def moved(
 async def test_the_text_is_the_same_after_a_migration(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, stream: bool, generated: int, large: int
 ) -> None:
-    """Also of a large request, which another event loop answers."""
+    """With `large` 0, the request counts as large, and another event loop answers it."""
     monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", large)
     first, second, answer = await moved(graph, generated, max_tokens=12, min_tokens=4, stream=stream)
     assert answer.status_code == 200
@@ -141,7 +141,7 @@ async def test_a_request_at_a_draining_worker_goes_to_another(graph: Graph) -> N
 
 
 async def test_a_request_ends_when_four_workers_have_lost_it(graph: Graph) -> None:
-    """A killed process does not say why it died, so four losses are allowed, not two."""
+    """A killed process does not say why it died, so the fourth loss ends the request, not the second."""
     request = post(graph)
     for _ in range(4):
         async with graph.worker(pace=None) as worker:
@@ -152,7 +152,7 @@ async def test_a_request_ends_when_four_workers_have_lost_it(graph: Graph) -> No
 
 
 async def test_a_request_at_which_two_engines_died_is_not_tried_again(graph: Graph) -> None:
-    """Its client is told not to retry. (The chaos row `poison` tests these engines' other requests.)"""
+    """The client is told not to retry. (`poison` in the chaos tests covers other requests of such engines.)"""
     async with graph.worker() as worker, graph.worker() as other:
         worker.fail = other.fail = Failed("", "its engine died", retry=True, engines_died=2)
         answer = await complete(graph)
@@ -175,8 +175,8 @@ async def test_a_request_whose_outputs_cannot_be_read_migrates(graph: Graph) -> 
 
 
 async def test_a_dead_workers_last_messages_are_read(graph: Graph) -> None:
-    """They say which requests its engine was computing. While they are read, cancelling a
-    request's other sequence fails, because the worker is dead."""
+    """The messages say which requests the worker's engine was computing. While they are read, cancelling a request's
+    other sequence fails, because the worker is dead."""
     async with graph.worker(pace=None) as worker:
         asked = [post(graph, n=2, temperature=1.0) for _ in range(30)]
         await worker.until(lambda: len(worker.jobs) == 60)
@@ -212,7 +212,7 @@ async def test_a_lost_request_waits_for_a_worker(graph: Graph) -> None:
 async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No new connection ends it, because the old one stayed up."""
+    """No new connection ends the wait, because the old connection stayed up."""
     monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with EchoWorker("decode-0-away") as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
@@ -223,7 +223,7 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
             request = post(graph, max_tokens=6)
             await steps(first, 2)
         await until(lambda: graph.models.usable_workers().get("demo") == 0)
-        await holds(lambda: not request.done())  # longer than RETRY_DELAY: no retry is due
+        await holds(lambda: not request.done())  # for longer than RETRY_DELAY: no retry ends the wait
         await registry.put(keys.instance(away.instance), encode_record(away.instance))
         assert (await asyncio.wait_for(request, 5)).status_code == 200
 
@@ -232,7 +232,7 @@ RED = Adapter("red", "/red", 5)
 
 
 async def test_a_beam_search_leaves_no_task_when_a_beam_fails(graph: Graph) -> None:
-    """vLLM has a task for each beam, and does not end the others."""
+    """vLLM has a task for each beam. When one fails, vLLM does not end the others."""
     async with graph.worker(pace=None, at_once=1) as worker:
         core = graph.processor().core
         fields = completion(use_beam_search=True, n=4, max_tokens=6)
@@ -272,7 +272,7 @@ async def having(graph: Graph, worker: EchoWorker, *adapters: Adapter) -> AsyncI
 async def test_a_request_continues_once_another_worker_loads_its_adapter(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other worker could not load it at first."""
+    """The second worker does not have the adapter at first."""
     monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with graph.worker(pace=None) as first, graph.worker() as second, having(graph, first, RED):
         await until(lambda: "red" in graph.models.find("demo").adapters)
@@ -285,7 +285,7 @@ async def test_a_request_continues_once_another_worker_loads_its_adapter(
 
 
 async def test_a_request_whose_adapter_is_unloaded_and_gone_fails_at_once(graph: Graph) -> None:
-    """As when the engine needs the slot of an adapter without requests."""
+    """The engine has dropped the adapter, as it does when it needs the slot of an adapter without requests."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         async with having(graph, worker, RED):
             await until(lambda: "red" in graph.models.find("demo").adapters)
@@ -327,7 +327,7 @@ async def test_a_request_without_a_worker_gets_a_503_at_its_deadline(graph: Grap
 
 @pytest.mark.parametrize("killed", [True, False])
 async def test_killed_engines_do_not_count_against_a_request(graph: Graph, killed: bool) -> None:
-    """The kernel may kill them for lack of memory. Engines that crash do count."""
+    """The kernel may kill engines for lack of memory. Engines that crash do count."""
     async with sim_engines(graph, 3, 0) as engines:
         for engine in engines:
             engine.faults.going.clear()

@@ -150,7 +150,7 @@ async def test_held_outputs_of_a_replaced_model_are_dropped(
 
 
 async def test_a_worker_gets_the_rest_of_the_promise(graph: Graph) -> None:
-    """A flex request has no promise, and its client gets a prefix. Headers do nothing for a model without an SLO."""
+    """A flex request has no promise, and its client's name has `FLEX_PREFIX`. Without an SLO, headers do nothing."""
     async with graph.worker() as unpromised:
         await complete(graph, headers={"x-slo-ttft-ms": "never", "x-slo-tpot-ms": "60"})
     assert unpromised.seen[0].promise is UNSET

@@ -52,7 +52,7 @@ def longest(times: Sequence[float]) -> float:
 def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
     promised: SloTargets, stall: float, speed: float
 ) -> None:
-    """`speed` 1 is the demo model's: 10 ms per token. A stream slower than the promised gap has no reserve."""
+    """`speed` 1 is the demo model's: 10 ms per token. Only streams twice as fast as promised surely have a reserve."""
     assert promised.gap is not None
     interval = 0.01 / speed
     arrivals = come(interval, 128, {100: stall})
@@ -82,7 +82,7 @@ def test_pacing_never_delays_the_end_and_makes_no_gap_above_the_pace(promised: S
 
 @pytest.mark.parametrize("interval", [0.001, 0.01, 0.03])
 def test_held_outputs_are_bounded(interval: float) -> None:
-    """By `MAX_HELD` outputs (see `left`), and in seconds while outputs come."""
+    """At most `MAX_HELD` outputs are held (see `left`), and none longer than `MAX_HOLD` and one interval."""
     arrivals = come(interval, 500)
     held = [after - before for before, after in zip(arrivals, left(CHAT, arrivals), strict=True)]
     assert max(held) <= MAX_HOLD + interval

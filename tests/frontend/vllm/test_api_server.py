@@ -15,7 +15,7 @@ from pdserve.frontend.vllm import api_server
 from pdserve.stream.tcp import TcpStreamClient
 from tests.frontend.conftest import card
 
-# Members of its engine core that AsyncLLM uses. RemoteCore must have a new one, unless that one may fail.
+# AsyncLLM uses these members of its engine core. RemoteCore must have those of CORE_USES.
 CORE_USES = {
     "abort_requests_async", "add_request_async", "get_output_async", "get_supported_tasks_async",
     "shutdown", "engine_ranks_managed", "resources", "get_kv_event_sources",

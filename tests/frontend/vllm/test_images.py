@@ -190,7 +190,7 @@ async def test_many_small_images_are_bounded(seeing: Graph) -> None:
 
 
 async def test_pixels_of_all_requests_are_bounded(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count until the prompt is rendered, and not until its response ends."""
+    """Pixels count only until the prompt is rendered, not until the response ends."""
     monkeypatch.setattr(images, "pixel_budget", Budget(2 * images.MIN_COUNTED, "{} pixels"))
     answer = await ask(seeing, *[part(RED)] * 2)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1"), answer.text
@@ -219,7 +219,7 @@ async def test_a_broken_image_of_any_kind_is_a_bad_request(seeing: Graph, kind: 
 
 
 async def test_an_image_fits_the_tokens_of_a_key(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its base64 has 480,000 characters; the prompt has 68 tokens for it."""
+    """The image's base64 has 480,000 characters; the prompt has 68 tokens for the image."""
     keys = ApiKeys([ApiKey.of("a-key", "alice", KeyLimits(tokens_per_minute=10_000))])
     monkeypatch.setattr(seeing.app, "_keys", keys)
     large = part(data(png(size=(400, 300))))

@@ -78,7 +78,7 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
 
 
 async def test_the_second_app_of_a_process_has_its_routes_once(adapted: Adapted) -> None:
-    """vLLM adds them to one router for all apps. Twice would warn, and warnings are errors in tests."""
+    """vLLM adds the adapter routes to one router for all apps. Adding them twice would warn, which fails a test."""
     assert LOAD not in (await adapted.second.http.get("/openapi.json")).raise_for_status().json()["paths"]
 
 
@@ -108,7 +108,7 @@ async def test_names_and_paths_are_bounded(adapted: Adapted) -> None:
 async def test_a_request_continues_with_its_adapter_when_its_worker_dies(
     adapted: Adapted, tmp_path: Path
 ) -> None:
-    """The adapter is even unloaded before."""
+    """The adapter is unloaded even before the worker dies."""
     path = str(adapter_in(tmp_path, "green"))
     await adapted.post(LOAD, lora_name="green", lora_path=path)
     green = adapted.number("green")
@@ -147,8 +147,8 @@ async def test_a_loaded_adapter_has_the_graphs_number_at_once_and_not_vllms(
 
 
 async def test_an_unloaded_name_leaves_nothing_in_the_registry(adapted: Adapted, tmp_path: Path) -> None:
-    """Training may load an adapter after each step. Only a name in the workers' files keeps a record that it is
-    unloaded."""
+    """Training may load an adapter after each step. A record of the unloading stays only if the workers' files have the
+    name."""
 
     def kept() -> list[str]:
         return [key.rpartition("/")[2] for key in adapted.registry.data if f"/{keys.ADAPTERS}" in key]
@@ -175,7 +175,7 @@ async def test_an_unloaded_name_leaves_nothing_in_the_registry(adapted: Adapted,
 
 
 async def loads(*asked: tuple[Graph, Path], **more: object) -> list[int]:
-    """Load all at once under one name. Return the statuses."""
+    """Load each folder at its frontend, all at once, under the name `blue`. Return the statuses."""
     posts = [
         frontend.http.post(LOAD, json={"lora_name": "blue", "lora_path": str(path), **more})
         for frontend, path in asked
@@ -190,7 +190,7 @@ async def loads(*asked: tuple[Graph, Path], **more: object) -> list[int]:
 async def test_if_two_frontends_load_one_name_from_two_folders_one_succeeds(
     adapted: Adapted, tmp_path: Path
 ) -> None:
-    """No worker has the other's folder. Its load succeeds once the name is free, or with `load_inplace`."""
+    """No worker has the loser's folder. The loser's load succeeds once the name is free, or with `load_inplace`."""
     frontends: list[Graph] = [adapted, adapted.second]
     view = adapted.context.view
     for turn in range(2):
@@ -329,8 +329,8 @@ RED, BLUE = Adapter("red", "/red", 5), Adapter("blue", "/blue", 6, asked="mine",
 async def test_a_name_of_another_model_or_its_adapter_is_taken(
     name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while its workers restart. An unloaded name is free, although an engine may still have the adapter; its load
-    waits for workers."""
+    """`blue` is taken though no worker has it, because workers may restart. `gone`, which was unloaded, is free, though
+    an engine may still have it; but `demo` has no worker that could load it."""
     monkeypatch.setattr("pdserve.frontend.vllm.lora_adapters.LOAD_TIMEOUT", 0.0)
     held = Adapter("gone", "/gone", 7, asked="before")
     worker = Instance("decode-0-x", Role.DECODE, "other", adapters=[RED, held])

@@ -1,4 +1,4 @@
-"""Large requests get the same answers on the side loop, and do not block the frontend's event loop."""
+"""Large requests get the same responses from a second event loop, and do not block the frontend's own loop."""
 
 import asyncio
 import threading
@@ -86,7 +86,7 @@ async def test_a_large_request_whose_client_disconnects_is_cancelled(
 async def test_the_event_loop_is_not_blocked_while_prompt_logprobs_are_written(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured as CPU seconds of the loop's thread between two turns."""
+    """A blocked loop shows as CPU seconds of the loop's thread between two turns."""
     body = completion(prompt=[300] * 2000, prompt_logprobs=20, n=3, temperature=0.5)
     done = False
     longest = 0.0
@@ -127,7 +127,7 @@ TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
 async def test_what_each_output_of_a_request_repeats_is_bounded(
     graph: Graph, asked: dict[str, Any], why: str
 ) -> None:
-    """Prompt logprobs, and parameters, which are sent to a worker for each output."""
+    """Prompt logprobs, and the parameters that are sent to a worker for each output."""
     async with graph.worker() as worker:
         answer = await complete(graph, temperature=0.5, max_tokens=1, **asked)
         assert answer.status_code == 400, answer.text[:300]

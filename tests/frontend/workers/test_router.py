@@ -75,7 +75,7 @@ def test_only_workers_that_should_keep_a_promise_are_candidates(promise: Promise
 
 
 def test_a_worker_without_a_forecast_stays_a_candidate() -> None:
-    """Workers of older versions, and new ones, have none."""
+    """Workers of older versions, and workers that have just started, have no forecast."""
     forecasts = {"a": Forecast(0.45, 0.01), "b": Forecast(3.0, 0.01)}
     assert [each.id for each in likely_to_keep(Promise(0.5, 0.06), [A, B, C], forecasts)] == ["a", "c"]
     assert likely_to_keep(Promise(0.5, 0.06), [A, B], {}) == [A, B]
@@ -184,7 +184,7 @@ def test_outstanding_tokens_assume_that_other_frontends_chose_alike_since_the_re
     second.attach(link, "2")
     assert [link.outstanding(frontends) for frontends in (1, 3)] == [1130, 1130 + 2 * 70]
     first.detach()
-    link.update_load(Load(tokens=20))  # a report from before the second
+    link.update_load(Load(tokens=20))  # a report from before the second request
     assert link.outstanding(3) == 70
     generation([1] * 50, kv_tokens=80.0).attach(link, "3")
     second.detach()

@@ -1,4 +1,4 @@
-"""Two frontends that route to two decode workers with simulated engines, by what these have in their prefix caches."""
+"""Two frontends that route by the prefix caches of two decode workers with simulated engines."""
 
 import asyncio
 from collections import Counter

@@ -1,5 +1,4 @@
-"""A worker hangs for seconds: its requests that have not begun, and all new ones, go to other workers until it works
-again."""
+"""A worker stalls: its requests without a token, and all new requests, go to other workers until it works again."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -90,7 +89,7 @@ async def test_prefill_workers_stand_in_for_a_stalled_decode_worker(graph: Graph
 async def test_a_silent_worker_is_stalled_until_it_is_heard(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when its process is stopped: the connection stays open."""
+    """The connection stays open, as when the worker's process is stopped (SIGSTOP)."""
     async with graph.worker(pace=None) as silent, graph.worker() as other:
         requests = [post(graph), post(graph)]
         await silent.until(lambda: silent.jobs)
