@@ -22,7 +22,7 @@ from pdserve.runtime.tasks import Work
 from pdserve.util.errors import EngineDead
 
 MAX_UNTAKEN = 3 * POLL_INTERVAL
-"""Seconds after which an own prompt counts as untaken: a worker with free capacity would have pulled it."""
+"""Seconds after which this worker's prompt counts as untaken: a worker with capacity would have pulled it."""
 
 
 class BothWorker(DecodeWorker):
@@ -56,8 +56,8 @@ class BothWorker(DecodeWorker):
             request.resolve(OWN)
 
     async def _take_back_untaken(self) -> None:
-        """Loop: prefill this worker's prompts locally that no worker pulls. A worker that drains, or whose KV cache is
-        full (`Pulling.full`), pulls nothing, not even its own prompts, and all others may be full."""
+        """Prefill locally this worker's prompts that no worker pulls, for ever. A worker that drains, or whose KV cache
+        is full (`Pulling.full`), pulls nothing, not even its own prompts, and all other workers may be full, too."""
         pulling = self._prompts.pulling
         while True:
             await asyncio.sleep(POLL_INTERVAL)

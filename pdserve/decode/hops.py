@@ -14,7 +14,7 @@ class RequestHops:
 
     arrived: float
     known: list[Hop] = field(default_factory=list)
-    """In the order of their starts."""
+    """Hops so far, in the order of their starts."""
     _asked: float = 0.0
     """When a remote prefill was asked for."""
     _published: float = 0.0
@@ -42,7 +42,7 @@ class RequestHops:
         self._asked, self._published, self._why = now, now, why
 
     def missed(self, why: str) -> None:
-        """Record that the prompt now waits for any worker."""
+        """Record why the addressed worker did not begin the prompt, which now waits for any worker."""
         self._why = f"{self._why}; {why}"
 
     @property
@@ -70,8 +70,7 @@ class RequestHops:
         self._remote(now)
 
     def _remote(self, end: float, engine_queued: float = 0.0) -> None:
-        """Add the hops of a remote prefill. Time that its messages take belongs to no hop: it is a gap before the next
-        one."""
+        """Add the hops of a remote prefill. The time of messages is in no hop: it is a gap before the next hop."""
         marks = [min(end, self._published + max(0.0, queued)) for _, queued in self._pulls] + [end]
         self.add("queue", self._asked, marks[0], why=self._why)
         for (worker, _), (start, until) in zip(self._pulls[:-1], pairwise(marks[:-1]), strict=True):

@@ -31,7 +31,7 @@ PREEMPT_INTERVAL = 0.1
 PREFIX_INTERVAL = 0.25
 """Seconds between two reports of the prefix cache: a conversation's next prompt comes later than this."""
 FRONTENDS = "frontends"
-"""Name of the frontends together as a follower of the prefix cache."""
+"""Name under which all frontends together follow the prefix cache."""
 INTERNAL = "internal error in the decode worker"
 """Error text of a request that failed by a bug; it is retried at another worker."""
 

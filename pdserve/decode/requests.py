@@ -20,7 +20,7 @@ from pdserve.util.ticks import tick, until_tick
 IDLE_INTERVAL = 2.0
 """Seconds between two checks of a worker without requests."""
 _REMEMBERED = 50_000
-"""Newest request ids that are never accepted again."""
+"""Number of newest request ids that are not accepted again."""
 
 Outcome = PrefillDone | PrefillFailed | str
 """Outcome of a remote prefill: the answer, or why none will come, as a label of the failure metric."""
@@ -30,7 +30,7 @@ CANCELLED = "cancelled"
 OWN = "own"
 """Outcome when this worker, of role `both`, took its own request back from the queue."""
 STAND_IN = "stand-in"
-"""Why a stand-in prefills locally."""
+"""The decision's reason at a stand-in, which prefills locally."""
 
 
 class Phase(Enum):
@@ -56,15 +56,15 @@ class DecodeRequest:
     turn: asyncio.Future[None] | None = None
     """Done when the prompt may be published (`decode/remote/publisher.py`)."""
     published: bool = False
-    """Whether the prompt was published to the prefill queue."""
+    """Whether the prompt was published to the prefill queue, or sent to one prefill worker."""
     remote_tokens: int = 0
     """Prompt tokens that a prefill worker computes or will compute; 0 after its answer."""
     local_tokens: int = 0
     """Prompt tokens that this engine computes or will compute; 0 after the first token."""
     prefiller: str = ""
-    """Instance id of the prefill worker that pulled the prompt."""
+    """Instance id of the prefill worker that has begun the prompt; of a warm-up, from its start."""
     losses: int = 0
-    """`queue.losses` when the prompt was published."""
+    """`queue.losses` when the prompt was sent."""
     engines_died: int = 0
     """Engines in a row that died while they computed its next token; above 0: a suspect (`quarantine.py`)."""
     prefix: PrefixChoice | None = None
@@ -78,7 +78,7 @@ class DecodeRequest:
     decision: Decision | None = None
     """How the prompt gets its KV; None until this was reported to the frontend."""
     cached: int = 0
-    """Prompt tokens from a prefix cache, of this engine or of the prefill worker's."""
+    """Prompt tokens from a prefix cache: this engine's or the prefill engine's."""
     has_first_step: bool = False
     """Whether this engine has finished its first step for the request."""
     tokens: int = 0

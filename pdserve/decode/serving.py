@@ -185,7 +185,7 @@ class RequestRunner:
         return decision
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
-        """Generate without remote KV, when the prompt gets a slot."""
+        """Generate without remote KV, once the prompt has a slot."""
         since, tokens = time.monotonic(), request.local_tokens
         order = request.submit.client, request.due, tokens * self.estimator.local_token_seconds
         async with self.slots.take(tokens, *order, request.begins) as waited:
@@ -196,8 +196,8 @@ class RequestRunner:
                 await request.computed.wait()
 
     async def _generate(self, request: DecodeRequest, handle: KvHandle | None, after: Sequence[int]) -> None:
-        """Hand the request to the engine. A cancellation during the call drops the request, which is RUNNING, and is
-        repeated after the call, because the engine may not have known the request."""
+        """Hand the request to the engine. If it is cancelled during the call, cancel it in the engine again after the
+        call, because the engine may not have known the request."""
         request.phase = Phase.RUNNING
         request.since = time.monotonic()
         self.on_start()

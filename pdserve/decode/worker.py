@@ -88,7 +88,7 @@ class DecodeWorker(EngineWorker):
         self._frontends = Frontends(engine, self._stream, self._workers, self.requests, quarantine)
         usual = int(str(config.decode.engine_args.get("long-prefill-token-threshold", 0)))
         estimator = Estimator(self.requests, queue, self._workers, usual=usual)
-        estimator.block = lambda: engine.facts.block_size  # known when it has started
+        estimator.block = lambda: engine.facts.block_size  # known once the engine has started
         self._runner = RequestRunner(
             engine,
             self._frontends,

@@ -1,8 +1,8 @@
 """Prompts that decode workers sent to this prefill worker alone, because it has their prefixes cached.
 
 They bypass the JetStream queue and wait here, in a fair queue, until the engine has capacity. The decode worker stays
-responsible for its prompt: if this worker does not begin it within `begin_within`, it never does, and the decode worker
-publishes the prompt for any worker (docs/decisions/0128-prefill-where-the-prefix-is.md)."""
+responsible for its prompt: if this worker does not begin it within `begin_within`, it never begins it, and the decode
+worker publishes the prompt for any worker (docs/decisions/0128-prefill-where-the-prefix-is.md)."""
 
 import math
 import time
@@ -20,11 +20,11 @@ class AddressedPrompt(Delivery):
         """`worker`: id of the prefill worker."""
         super().__init__(request)
         self.state = QueueState(0, 0, worker)
-        """It says nothing of the queue."""
+        """Names this worker; the numbers of the queue are not known."""
         self._queue = queue
         self.arrived = time.monotonic()
         self.last_start = self.arrived + request.begin_within
-        """Monotonic time from which on the worker must not begin it."""
+        """Monotonic time from which on this worker must not begin the prompt."""
 
     async def give_back(self) -> None:
         """Let the decode worker publish the prompt for any worker."""

@@ -15,12 +15,12 @@ from pdserve.runtime.tasks import isolate_errors
 from pdserve.util.ticks import tick
 
 DECODE_WORKERS = "decode workers"
-"""Name of the decode workers together as a follower of the prefix cache."""
+"""Name under which all decode workers together follow the prefix cache."""
 INTERVAL = 0.25
 """Seconds between two reports, with few decode workers."""
 MAX_DELIVERIES = 100
-"""Deliveries a second of one worker's reports, which all decode workers get: with more than `MAX_DELIVERIES * INTERVAL`
-of them, reports are less frequent."""
+"""Most deliveries a second of one worker's reports. All decode workers get each report: with more than `MAX_DELIVERIES
+* INTERVAL` decode workers, reports are less frequent."""
 IDLE_INTERVAL = 1.0
 """Seconds between two checks for prefix hits while nothing is reported."""
 WHOLE_INTERVAL = 30.0
@@ -40,7 +40,7 @@ class PrefixReports:
     """Monotonic time of the last prompt that found a prefix in the cache."""
 
     async def report(self) -> None:
-        """Report changes of the cache, for ever; the whole cache to new decode workers, and now and then."""
+        """Report changes of the cache, or the whole cache if a decode worker is new, or `WHOLE_INTERVAL` has passed."""
         known: set[str] = set()
         whole_at = 0.0
         while True:

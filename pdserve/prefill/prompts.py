@@ -54,7 +54,7 @@ class PromptRunner:
         own: Callable[[str], None] = lambda request_id: None,
     ) -> None:
         """For role `both`: `decode_load` returns the decode half's work in the engine; `own` is called with the id of a
-        request that the decode half of this worker put into the queue."""
+        pulled request that the decode half of this worker had published."""
         self.id, self._config, self._engine = instance, config, engine
         self._queue, self._view, self._own = queue, view, own
         self._running = RunningPrefills(tracer)
@@ -121,7 +121,7 @@ class PromptRunner:
                 await self._start(delivery)
 
     async def _read_addressed(self) -> None:
-        """Begin warm-ups at once, and prompts that decode workers sent to this worker when it has capacity."""
+        """Begin warm-ups at once. Other prompts that decode workers addressed to this worker wait for capacity."""
         async for request in self._queue.addressed(self.id):
             if not request.begin_within:
                 await self._start(Delivery(request))

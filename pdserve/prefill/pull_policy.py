@@ -82,9 +82,9 @@ class Pulling:
     """Set while `next` waits for a prompt."""
 
     async def next(self) -> list[Delivery]:
-        """Wait until the engine has capacity and it is time to poll, then take a prompt: addressed ones and the queue
-        have turns. Return an empty list if there is none. With streams, take only what is in the queue; without, wait
-        for a prompt until `stop_waiting`. Raises QueueUnavailable."""
+        """Wait until the engine has capacity and it is time to poll, then take a prompt, addressed or queued in turn.
+        Return an empty list if there is none. With streams or addressed prompts, take only what the queue has; else
+        wait for a prompt, for `PULL_WAIT` or until `stop_waiting`. Raises QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
         if not self._begun_addressed and (prompt := self.addressed.pop(flex=False)):
             self._begun_addressed = True
@@ -116,7 +116,7 @@ class Pulling:
         return False
 
     def begun(self) -> None:
-        """Wait at the queue no longer if the engine has no capacity any more."""
+        """Stop waiting at the queue if the prompt that was begun leaves no capacity."""
         if not self._has_capacity():
             self.stop_waiting()
 

@@ -22,17 +22,17 @@ from pdserve.runtime.tasks import Lifetime
 
 
 class Delivery:
-    """A prefill request that this worker has until `ack`. Instances of this class itself are addressed
-    requests, which bypass the queue and need no ack."""
+    """A prefill request that this worker has until `ack`. Instances of this class itself are warm-ups, which bypass the
+    queue and need no ack."""
 
     def __init__(self, request: PrefillRequest, queued: float = 0.0, *, redelivered: bool = False) -> None:
         self.request = request
         self.redelivered = redelivered
-        """true if a worker had it before and did not ack"""
+        """true if a worker had the request before and did not ack it"""
         self.queued = queued
         """seconds in the queue, by the server's clock; 0 if the server does not report its time"""
         self.state: QueueState | None = None
-        """after the pull, for `PrefillStarted`"""
+        """state after the pull, for `PrefillStarted`"""
         self.deadline = time.monotonic() + request.timeout - queued
         """monotonic time until which the decode worker waits for the answer"""
 

@@ -22,7 +22,7 @@ class QueueDepth:
     end: int = 0
     """highest sequence that `pending` covers"""
     own: frozenset[int] = frozenset()
-    """sequences beyond `end` of this process's requests"""
+    """sequences of this process's requests, beyond `end`"""
 
     @property
     def value(self) -> int:

@@ -1,7 +1,7 @@
 """A fair queue of prompts: round-robin over clients, FIFO within a client, flex requests last.
 
-A request that can no longer meet its TTFT deadline lets the others pass, for up to `MAX_LATE` seconds. Pure: callers
-pass the time."""
+A request that can no longer meet its TTFT deadline lets the others pass, until `MAX_LATE` seconds after that deadline.
+Pure: callers pass the time."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from pdserve.contract.slo import is_flex
 T = TypeVar("T")
 
 MAX_LATE = 10.0
-"""A request lets others pass until this many seconds after its deadline, so that it does not starve."""
+"""Seconds after its deadline from which on a request no longer lets others pass, so that it does not starve."""
 
 
 def is_late(due: float, needs: float, now: float) -> bool:

@@ -1,9 +1,9 @@
 """Decides when a prefill worker broadcasts its queue state. Pure: callers pass the time.
 
-The decode worker whose request was pulled gets the state with `PrefillStarted`. The other ones need it only where it
+The decode worker whose request was pulled gets the state with `PrefillStarted`. The others need it only if it
 changes their decisions, so a report is sent `INTERVAL` after a pull, and only if the queue or the worker's backlog is
-then not what they expect. What is done within that time is never reported, so that an unloaded graph sends no reports,
-and a loaded one at most `MAX_RATE` a second. See docs/decisions/0126-reports-at-a-bounded-rate.md."""
+then not what they expect. A prompt that is done within that time is never reported, so that an unloaded graph sends no
+reports, and a loaded one at most `MAX_RATE` a second. See docs/decisions/0126-reports-at-a-bounded-rate.md."""
 
 from msgspec.structs import replace
 
@@ -15,11 +15,11 @@ INTERVAL = 0.1
 MAX_RATE = 50.0
 """Reports a second of all prefill workers together, about."""
 BACKLOG_ERROR = 0.05
-"""Seconds of a worker's work by which the others may be wrong."""
+"""Seconds by which decode workers may be wrong about a prefill worker's backlog."""
 SPEED_ERROR = 0.25
-"""The same for its seconds per token, as a share."""
+"""Share by which they may be wrong about its seconds per token."""
 ACTIVE = 5.0
-"""Seconds without a report after which a prefill worker does not count for `MAX_RATE`."""
+"""Seconds after which prefill workers without a report, and decode workers without a pulled prompt, do not count."""
 MAX_WORKERS = 1000
 """Most prefill workers that are remembered."""
 
@@ -56,9 +56,9 @@ class StateReports:
 
     def next(self, state: QueueState, now: float) -> QueueState | None:
         """Return the report of `state`, which is this worker's own after a pull; None if decode workers do not need it.
-        If several decode workers send it prompts, it will have pulled other ones' before its next report. So half the
-        interval is added to its work: decode workers subtract the time since a report, and are then right on
-        average."""
+        If several decode workers send prompts, this worker pulls further ones before its next report, while decode
+        workers subtract the time since the last one. So half the interval is added to the reported work, with which
+        decode workers are right on average."""
         load, asking = state.load, sum(at > now - ACTIVE for at in self._asking.values())
         if load.tokens and load.token_seconds and asking > 1:
             more = self.interval(now) / 2 * (1 - 1 / asking)
@@ -66,7 +66,7 @@ class StateReports:
         return state if self._queue_moved(state, now) or self._load_changed(state, now) else None
 
     def _queue_moved(self, state: QueueState, now: float) -> bool:
-        """Whether prompts were waiting or are, unless another worker has just reported the queue."""
+        """Whether prompts wait now or did at the last report of the queue, unless that report is recent."""
         moved = state.delivered_seq > self._queue.delivered_seq and (state.pending or self._queue.pending)
         return bool(moved) and now - self._queue_at >= INTERVAL
 

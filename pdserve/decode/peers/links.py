@@ -112,7 +112,7 @@ class KvLinks:
             HANDSHAKE_FAILURES.remove(self.workers.model, worker)
 
     def _of(self, worker: str) -> _Link:
-        """The link's counts. Counts of a worker that is gone are not kept, even if its last reads end later."""
+        """Return the link's counts. Counts of a worker that is gone are not kept: its last reads may end later."""
         if worker not in self._links:
             if not self.workers.is_known(worker):
                 return _Link()

@@ -18,7 +18,7 @@ from pdserve.util.errors import ProtocolError
 
 @dataclass(eq=False)
 class PrefillPrefixIndex:
-    """Workers of role `both` are left out, because their prompts should go to the worker with the fewest streams."""
+    """Leaves out workers of role `both`: of these, the one with the fewest streams should pull a prompt."""
 
     engine: Engine
     queue: PrefillQueue
@@ -45,9 +45,9 @@ class PrefillPrefixIndex:
         return {worker.id: found[worker.id] for worker in workers if worker.id in found}
 
     def computes(self, request: DecodeRequest, worker: str) -> None:
-        """Record that a worker computes this prompt, so that it will have its prefixes before it reports them. The
-        oldest are forgotten when they are more than its cache may have, because a worker reports nothing while no
-        prompt finds a prefix."""
+        """Record that a worker computes this prompt: the prompt's prefixes count as cached before the worker reports
+        them. The oldest prefixes are forgotten if the worker's cache cannot hold all, because a worker reports nothing
+        while no prompt finds a prefix."""
         if not self.enabled:
             return
         found = next((each for each in self.workers.registered() if each.id == worker), None)

@@ -25,7 +25,7 @@ from pdserve.util.ticks import tick
 logger = logging.getLogger(__name__)
 
 LAST_ANSWERS = 0.2
-"""Seconds to wait for a prefill worker's last answers after the registry says that it is gone: they come over NATS."""
+"""Seconds to wait for a prefill worker's last answers, which come over NATS, after the worker is found to be gone."""
 AVOID_FOR = 30.0
 """Seconds without new requests for a prefill worker whose KV could not be read; then it is tried again."""
 POLL_INTERVAL = 0.5
@@ -223,7 +223,7 @@ class PrefillWorkers:
     def give_up_gone(self) -> None:
         """Prefill locally the prompts that a lost worker had pulled, and all prompts if no worker is left. First wait
         `LAST_ANSWERS`, because the worker's last message may say that its engine died of a request. A prompt that was
-        sent to one worker, which will not begin it, goes to any."""
+        addressed to a worker that is not available any more goes to any worker."""
         usable = {worker.id for worker in self.available()}
         for request in self.requests:
             if request.preferred and request.preferred not in usable:
@@ -255,7 +255,7 @@ class PrefillWorkers:
 
 
 def longest_prompt(workers: Iterable[Instance]) -> int:
-    """Tokens of the longest prompt that each of these workers takes: any of them may pull it."""
+    """Tokens of the longest prompt that all of these workers take, because any of them may pull it."""
     sizes = (min(filter(None, (each.max_model_len, each.kv_tokens)), default=0) for each in workers)
     return min(filter(None, sizes), default=sys.maxsize) - 1
 

@@ -8,11 +8,11 @@ from pdserve.contract.messages import PrefillLoad
 from pdserve.contract.slo import MIN_MISS_DIFFERENCE
 
 MIN_SAVING = 0.002
-"""Seconds that a worker with the prefix must save: any worker else, because the first that is idle takes it."""
+"""Seconds that a worker with the prefix must save. Else the prompt is queued, and the first idle worker pulls it."""
 MIN_BEGIN = 1.0
-"""Least seconds for a worker with the prefix to begin a prompt: for messages, and steps of its engine."""
+"""Seconds that a worker with the prefix may always take to begin a prompt: for messages, and steps of its engine."""
 WAIT_FACTOR = 3.0
-"""Multiple of its expected wait that such a prompt may wait besides: other decode workers send it prompts, too."""
+"""Multiple of the expected wait, added to `MIN_BEGIN`, because other decode workers send that worker prompts, too."""
 LATER_PROMPTS = 2.0
 """Prompts delayed for each prompt that arrives while this one is computed, because a delayed prompt delays others."""
 
@@ -39,7 +39,7 @@ class Estimates:
     slo_misses: tuple[float, float] | None = None
     """SLO misses to expect from a local and from a remote prefill; None without an SLO."""
     prefix: "PrefixChoice | None" = None
-    """The prefill worker whose prefix cache makes it cheaper than any worker; the remote times are its."""
+    """Set if a prefill worker is cheaper than the queue because of its prefix cache; then the remote times are its."""
 
     @property
     def local_cost(self) -> float:
@@ -93,7 +93,7 @@ class PrefixChoice:
     cached: int
     """Prompt tokens that it has cached."""
     saves: float
-    """Seconds of delay, summed over this and later prompts, that any worker would cost more."""
+    """Seconds of delay, summed over this and later prompts, that this worker saves against the queue."""
     begin_within: float
     """Seconds after which any worker may compute the prompt if this one has not begun."""
 
@@ -147,9 +147,9 @@ def prefix_choice(
 ) -> PrefixChoice | None:
     """Return the worker that should compute the prompt because of its prefix cache; None if any worker may.
 
-    Any worker begins as soon as the first one pulls, and has the prefix as likely as the workers on average. So if all
-    have it, the queue is best, because it needs no guess which worker is idle first. Queued prompts count for both:
-    passing them is no reason to choose a worker."""
+    A queued prompt begins when the first worker is idle, and finds the workers' average part of its prefix. So if all
+    workers have the prefix, the queue is best, because it needs no guess which worker is idle first. The wait for
+    queued prompts is added to both costs, because passing them is no reason to choose a worker."""
     speed = sum(1 / each.token_seconds for each in remote)
 
     def delay(wait: float, compute: float) -> float:
@@ -188,7 +188,7 @@ def estimate(
     remote prefill."""
     speed = sum(1 / each.token_seconds for each in remote)
     wait = (queued + sum(each.ahead for each in remote)) / speed
-    # the mean over the workers, each as often as it is quick
+    # the mean over the workers, weighted by their speeds
     remote_compute = sum(each.compute(prompt) / each.token_seconds for each in remote) / speed
     if choice := prefix_choice(prompt, remote, queued, rate):
         chosen = next(each for each in remote if each.id == choice.worker)

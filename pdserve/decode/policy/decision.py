@@ -14,7 +14,7 @@ PREFIX = "prefix-cached"
 MIN_TIMEOUT = 2.0
 """Seconds that any remote prefill may take: for messages, scheduling and a busy machine."""
 TIMEOUT_FACTOR = 4.0
-"""Multiple of the expected time after which a remote prefill is given up."""
+"""Multiple of the expected time that a remote prefill may take in addition."""
 FIRST_GUESS = 500.0
 """Prompt tokens per second to assume before the first measured prefill. Low, because a timeout that is too short makes
 a slow machine compute the prompt twice."""

@@ -24,8 +24,8 @@ def longest_step(gap: float, plain: float) -> float:
 
 
 def chunk_of(step: float, plain: float, token_seconds: float, usual: int, block: int) -> int:
-    """Return the prompt tokens that make a step take `step` seconds; `usual` if that is infinite. `usual` 0: prompts
-    are not cut into chunks."""
+    """Return the prompt tokens that make a step take `step` seconds; `usual` if that is infinite or speeds are unknown
+    (0). `usual` 0: prompts are not cut into chunks."""
     if not usual or step == math.inf or not plain or not token_seconds:
         return usual
     return max(block, int((step - plain) / token_seconds))

@@ -137,13 +137,13 @@ class RemotePrefill:
                 raise NoHandle(reason, _why_none(reason, request.prefiller, now - request.asked))
 
     async def _wait_turn(self, request: DecodeRequest) -> None:
-        """Wait until the prompt may be published; one that bypasses the queue needs not."""
+        """Wait until the prompt may be published. A prompt that bypasses the queue does not wait."""
         bypasses = request.warm_up_with or request.preferred
         if not bypasses and not await self.publisher.wait(request, partial(self._bound, request)):
             request.resolve(TIMEOUT)
 
     async def _prefer(self, request: DecodeRequest, prefix: PrefixChoice) -> bool:
-        """Send the prompt to the worker with its prefix. Return False if that does not begin it in time."""
+        """Send the prompt to the worker with its prefix. Return False if the worker does not begin it in time."""
         request.begun = asyncio.get_running_loop().create_future()
         assert request.answer is not None
         request.published = True

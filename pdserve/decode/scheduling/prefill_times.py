@@ -29,7 +29,7 @@ MIN_SPACING = 0.001
 FIRST_HANDOVER = 0.02
 """Seconds of a handover to assume before one is measured."""
 MIN_SLOWDOWN = 1.5
-"""Factor from which on longer steps during remote prefills count; less is noise."""
+"""Steps must be this many times as long during remote prefills to count as slower; less is noise."""
 
 
 def _passed(

@@ -75,6 +75,6 @@ class JetStreamDelivery(Delivery):
 
     @property
     def _is_stored(self) -> bool:
-        """Whether the server still has the message. An ack names a message by its sequence, which is another request's
-        in a new stream, so nothing is sent after a loss."""
+        """Whether the server still has the message. An ack names a message by its number in the JetStream stream. After
+        a loss, another request may have that number, so nothing is sent."""
         return self._acks.losses == self._losses

@@ -88,7 +88,7 @@ class PullConsumer:
     async def _collect(
         self, replies: "asyncio.Queue[Msg | None]", batch: int, within: float, messages: list[Msg]
     ) -> bool:
-        """Collect messages. Return whether the server's reply is complete: false after `within` seconds of silence."""
+        """Collect messages. Return whether the reply is complete: false after `within` seconds of silence or a loss."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within) as silence:
                 while len(messages) < batch:

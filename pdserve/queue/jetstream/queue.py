@@ -166,7 +166,7 @@ class JetStreamQueue(PrefillQueue):
             return
         self._reports.reported(state, time.monotonic())
         if self._own_pulls.get(state.worker) == state.delivered_seq:
-            state = msgspec.structs.replace(state, worker="")  # the answer was more precise
+            state = msgspec.structs.replace(state, worker="")  # `PrefillStarted` had the load more precisely
         self._learn(state)
 
     def _learn(self, state: QueueState) -> None:
@@ -294,8 +294,8 @@ class JetStreamQueue(PrefillQueue):
     async def _after_pull(
         self, messages: list[Msg], deliveries: list[Delivery], worker: Puller | None
     ) -> None:
-        """Give the new queue state to the deliveries, for the answers to their decode workers, and report it later.
-        Broadcast it at once if a decode worker gets no answer, or cannot read it there."""
+        """Put the new queue state into the deliveries, for `PrefillStarted`, and have it broadcast later if others need
+        it. Broadcast it at once if a pulled request was dropped, or a decode worker ignores `PrefillStarted.state`."""
         seen = [message.metadata for message in messages]
         newest = max(seen, key=lambda metadata: metadata.sequence.stream, default=None)
         if newest is None:
@@ -319,7 +319,7 @@ class JetStreamQueue(PrefillQueue):
         self._pulled.set()
 
     async def _report_state(self) -> None:
-        """Broadcast this worker's state where other decode workers need it, for ever."""
+        """Broadcast queue state and load after pulls, if decode workers need them (`queue/reports.py`), for ever."""
         while True:
             await self._pulled.wait()
             self._pulled.clear()
