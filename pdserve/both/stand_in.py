@@ -3,7 +3,7 @@
 
 To decode workers it is a prefill worker. For frontends it listens like a decode worker, and registers the address once
 a decode worker's model card shows that both workers give the same responses. Each frontend decides when it sends
-requests (`frontend/workers/pool.py`). The stand-in prefills their prompts locally, so its engine reads no KV and is
+requests (`frontend/workers/pool.py`). The stand-in prefills all prompts locally, so its engine reads no KV and is
 configured like that of any prefill worker."""
 
 import logging

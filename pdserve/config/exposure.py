@@ -1,4 +1,4 @@
-"""Finds addresses that other machines can reach without protection. A file that has one is refused, unless
+"""Finds addresses that other machines can reach without protection. A file with such an address is refused, unless
 `Security.allow` accepts it."""
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ Opening = tuple[str, str, str]
 def openings(
     graph: GraphSection, frontend: FrontendConfig | None, security: SecuritySection, keys: bool
 ) -> Iterator[Opening]:
-    """Find openings that are not allowed. `keys`: whether the API requires a key. Where the file names no servers,
+    """Find openings that are not allowed. `keys`: whether the API requires a key. If the file names no servers,
     `serve` starts both with credentials of its own."""
     if security.credentials is None and (graph.nats or graph.etcd):
         yield from _of_graph(graph, "plain-graph" in security.allow)

@@ -267,7 +267,7 @@ def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
 def _default_frontend(
     section: SectionRead[FrontendSection], findings: Findings
 ) -> SectionRead[FrontendSection]:
-    """Add a frontend to a Dynamo file that has none: `serve` starts its NATS and etcd, so no other host has one."""
+    """Add a frontend to a Dynamo file that has none: `serve` starts NATS and etcd, so no other host has a frontend."""
     if section.entry is not None:
         return section
     findings.notes.append(f"{findings.path}: there is no Frontend section: one frontend serves at port 8000.")

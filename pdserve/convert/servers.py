@@ -129,7 +129,7 @@ def _of_mapping(document: Mapping[Any, object]) -> Server:
 
 
 def _of_commands(commands: Iterable[list[str]], source: str) -> list[Server]:
-    """Return the commands' servers. Equal commands count once: they have the same port. Dynamo's workers have none."""
+    """Return the commands' servers. Equal commands share a port and count once; Dynamo's workers have no port."""
     found = list[Server]()
     for words in commands:
         server = _of_command(words)
@@ -159,7 +159,7 @@ def _put_option(server: Server, word: str, rest: list[str]) -> None:
     """Add an option with its values, which are taken from the rest of the command line."""
     option, _, given = word.partition("=")
     given = Unset(given, word.missing) if isinstance(word, Unset) else given
-    if re.fullmatch(r"-O\w*", option):  # no option of vLLM's parser, which rewrites it
+    if re.fullmatch(r"-O\w*", option):  # vLLM rewrites -O before it parses options
         option, given = "--optimization-level", option[2:] or given
     first, dot, inside = option.partition(".")
     name = (_short_options().get(first) or kebab(first.lstrip("-"))) + dot + inside

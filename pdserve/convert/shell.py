@@ -15,7 +15,7 @@ MAX_VARIABLE = 100_000
 
 
 def _nested(left: str, right: str) -> str:
-    """Regex of four levels of brackets. Possessive, so that an open bracket costs only the length of the text."""
+    """Regex of four levels of brackets. Possessive, so that a bracket that never closes costs only linear time."""
     run, inside = rf"[^{left}{right}]{{1,4000}}+", "(?!)"
     for _ in range(4):
         inside = rf"\{left}(?:{run}|{inside}){{0,99}}+\{right}"

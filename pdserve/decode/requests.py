@@ -66,7 +66,7 @@ class DecodeRequest:
     losses: int = 0
     """`queue.losses` when the prompt was sent."""
     engines_died: int = 0
-    """Engines in a row that died while they computed its next token; above 0: a suspect (`quarantine.py`)."""
+    """Engines in a row that died while they computed the request's next token; above 0: a suspect (`quarantine.py`)."""
     prefix: PrefixChoice | None = None
     """The prefill worker to which the prompt is sent because of its prefix cache; None: any worker may compute it."""
     begun: asyncio.Future[bool] | None = None

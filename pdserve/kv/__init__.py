@@ -3,8 +3,8 @@
 1. The prefill engine computes the prompt, and keeps its blocks under a lease (`read_ahead/scheduler.py`, `leases.py`).
 2. Its last output names the blocks in a `KvHandle` (`engine/vllm/translation.py`). The prefill worker sends it to the
    decode worker, which checks that its engine can use such KV (`handles.py`).
-3. The decode engine takes the handle with the request and allocates blocks for the prompt. Before the first read from
-   an engine it asks that engine's side channel how to reach its memory (`side_channel.py`).
+3. The decode engine takes the handle with the request and allocates blocks for the prompt. Before its first read from
+   a prefill engine, it asks the prefill engine's side channel how to reach the memory there (`side_channel.py`).
 4. Its connector reads the blocks (`connector.py`). A read that takes too long is reported (`stalled_reads.py`), and the
    prompt is computed locally (`engine/vllm/engine.py`).
 5. With the end of the read, NIXL notifies the prefill engine, which frees the blocks.

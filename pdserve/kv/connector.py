@@ -14,17 +14,17 @@ A read in a decode engine, in the order in which vLLM calls the connector:
 
 The changes:
 
-**Idle CPU.** NIXL's progress thread sleeps between polls (`nixl.py`). The worker's main thread keeps its CPU affinity:
-on CPU hosts vLLM pins it, and with it the model, to the last core, which all engines would share.
+**Idle CPU.** NIXL's progress thread sleeps between polls (`nixl.py`). The worker's main thread keeps its CPU affinity.
+Without this change, vLLM would pin it, and with it the model, to a CPU host's last core, which all engines would share.
 
 **Stalled reads.** On a link that drops packets a read stays in progress for as long as TCP retries, a quarter of an
 hour. vLLM has no timeout, and NIXL cannot abort a read (docs/decisions/0004-stalled-reads.md). So the connector reports
 the read with its statistics, and `VllmEngine` aborts the request and computes its prompt in other blocks. vLLM keeps
-the blocks of an aborted request until its read has ended. Meanwhile nothing else is read from that engine.
+the blocks of an aborted request until its read has ended. Until then, other reads from that engine fail at once.
 
 **Broken connections.** UCX gives up an endpoint whose peer was silent for some seconds. From then on every read and
-notification fails, even if the peer is back, because vLLM connects anew only where NIXL dropped the peer's metadata.
-Here every transport failure makes a new connection.
+notification fails, even if the peer is back, because vLLM connects anew only if NIXL dropped the peer's metadata. Here
+vLLM connects anew after every transport failure, once the running reads have ended.
 
 **Leases.** A read does not check whether the blocks still hold the prompt's KV. So before vLLM hears that a read has
 ended, the prefill engine is asked whether it held them until now (`leases.py`). If it did not, or does not answer, the
@@ -95,8 +95,8 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 class ConnectorScheduler(ReadAheadScheduler):
-    """Adds pdserve's handshake listener, requests that have tokens after the prefilled prompt, and a limit for the
-    prompt tokens of a step."""
+    """Adds pdserve's handshake listener, support for tokens after the prefilled prompt, and a limit for the prompt
+    tokens of a step."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -191,8 +191,8 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._disconnect(context.get("dst_engine_id") or self._engine_of(req_id))
 
     def _disconnect(self, engine: str | None) -> None:
-        """Make a new handshake with this engine; only one for all reads that fail together, because vLLM doubles the
-        pause before it each time."""
+        """Have vLLM shake hands with this engine again; once for all reads that fail together, because vLLM doubles the
+        pause before the handshake each time."""
         if engine in self._remote_agents and engine not in self._invalid_remote_engines:
             self._mark_remote_engine_invalid(engine, time.perf_counter())
 
@@ -227,7 +227,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             transfers[request] = []
 
     def _source(self, request: str) -> Source | None:
-        """Where KV was read for this request or piece; None: nothing was read."""
+        """Return the prefill whose KV was read for this request or read-ahead piece; None: nothing was read."""
         meta = self._recving_metadata.get(request)
         if meta is None or meta.remote is None or not any(meta.local_block_ids):
             return None

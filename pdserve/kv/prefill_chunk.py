@@ -1,11 +1,11 @@
 """Sets how many tokens of each prompt the next step computes: vLLM's scheduler reads `long_prefill_token_threshold`
-before each step (docs/decisions/0067-the-chunk.md). Pure: callers pass requests and configuration."""
+before each step (docs/decisions/0067-the-chunk.md). Imports no vLLM: callers pass requests and configuration."""
 
 from collections.abc import Mapping
 from typing import Any
 
 MAX_SHORT_STEPS = 2
-"""Short steps in a row: in the first a KV read begins, in the second its request runs for the first time."""
+"""Most short steps in a row: one that begins a KV read, and one that first runs a request whose KV was read."""
 
 
 class PrefillChunk:
@@ -15,7 +15,7 @@ class PrefillChunk:
         self._tokens = self._default = int(config.long_prefill_token_threshold)
         """0: no limit. The default applies to each prompt, any other limit to all prompts of a step together."""
         self._prompts: dict[str, Any] = {}
-        """vLLM's requests, from admission until their prompt is computed."""
+        """vLLM's requests, from their allocation until at most a block of the prompt is left to compute."""
         self._short_steps, self._is_short = 0, False
 
     def set_limit(self, tokens: int) -> None:

@@ -25,7 +25,7 @@ HANDSHAKE_TIMEOUT = 3.0
 LARGE_READ = 64 << 20
 """Bytes of each read that measures the bandwidth."""
 BANDWIDTH_SECONDS = 1.0
-"""Seconds for which these reads are repeated."""
+"""Seconds for which the large reads are repeated."""
 SMALL_READ, SMALL_READS = 64, 11
 """Bytes of each read that measures the latency, and the number of such reads."""
 

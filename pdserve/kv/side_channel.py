@@ -114,7 +114,7 @@ def _serve(
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             log.warning("KV side channel: dropped an unreadable message of %d parts: %s", len(parts), error)
             continue
-        # vLLM estimates its peer's clock from this time, which must be of the process that sets the blocks' expiry
+        # vLLM estimates its peer's clock from this time, so it must be read in the process that sets the blocks' expiry
         socket.send_multipart((parts[0], b"", answer, msgspec.msgpack.encode(time.perf_counter())))
 
 

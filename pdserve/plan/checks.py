@@ -159,7 +159,7 @@ def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
-    """Return a worker of each role, the one with the least KV space: they differ only on mixed GPUs."""
+    """Return a worker of each role, the one with the least KV space; KV space differs only on mixed GPUs."""
 
     def kv_space(worker: PlannedWorker) -> int:
         return (worker.memory and worker.memory.kv_space) or 0

@@ -67,7 +67,7 @@ class ProcessSpec:
 
 
 def process_spec(slot: Slot, config_file: Path, env: Mapping[str, str]) -> ProcessSpec:
-    """Return the command that a user would run on another host: `pdserve decode -f FILE --index 0`."""
+    """Return a process with the command that a user would run on another host: `pdserve decode -f FILE --index 0`."""
     pdserve = (sys.executable, "-m", "pdserve")
     command = (*pdserve, slot.role.value, "-f", str(config_file), "--index", str(slot.index))
     return ProcessSpec(slot.name, slot.role, command, env)

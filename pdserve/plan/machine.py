@@ -27,7 +27,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _CONTAINER = (Path("/.dockerenv"), Path("/run/.containerenv"))
 """Files that Docker and Podman put into each container."""
 _NETWORK = Path("/sys/class/net")
-"""Its network devices; `device` is a link of those with hardware, which only the host's network has."""
+"""Folders of network devices; those of hardware have a link `device`, and are only in the host's own network."""
 
 _KNOWN_GPUS = {
     "T4": 14.56,

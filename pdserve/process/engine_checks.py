@@ -32,7 +32,7 @@ HANGS_AFTER = 30.0
 A step may take longer (a long prompt on a CPU, a kernel that is compiled), but uses CPU time."""
 SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
 """Seconds without a reply after which an engine is killed even if it uses CPU time: vLLM's own bound for a step, which
-vLLM enforces only where its worker has a process of its own."""
+vLLM enforces only if its worker has a process of its own."""
 BUSY = 0.1
 """Share of a core that counts as work; an idle vLLM engine on the CPU uses 0.03."""
 TICK = 0.25
@@ -78,7 +78,7 @@ def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
 
 async def self_test(engine: Engine) -> None:
     """Let the engine compute a prompt and some tokens, so that the cost and failures of a first prefill and step come
-    before the first request. Call it before other code reads the engine's steps. Raises EngineDead where the engine
+    before the first request. Call it before other code reads the engine's steps. Raises EngineDead if the engine
     dies, fails or hangs."""
     began = time.monotonic()
     work = asyncio.ensure_future(_first_tokens(engine))
@@ -167,7 +167,7 @@ class EngineWatch:
 
     async def _gpus_compute(self) -> bool:
         """Whether a GPU of the engine computes, since vLLM's processes use no CPU time while they wait for it
-        (`cudaEventBlockingSync`). True also where NVML does not reply within a tick."""
+        (`cudaEventBlockingSync`). True also if NVML does not reply within a tick."""
         if not self._gpus:
             return False
         if self._gpu_query is None or self._gpu_query.done():
@@ -183,7 +183,7 @@ def _idle(used: Sequence[float], seconds: float) -> bool:
 
 
 async def watch_side_channel(engine: Engine) -> None:
-    """Probe a prefill engine's side channel. Raises EngineDead where it does not reply, because decode engines then
+    """Probe a prefill engine's side channel. Raises EngineDead if it does not reply, because decode engines then
     cannot read the KV, and only a new process is sure to have a working side channel."""
     failures = 0
     while True:

@@ -144,7 +144,7 @@ class Follower(Lifetime):
                 return
 
     async def _taken(self) -> NodeLeader:
-        """Wait until a leader chooses this follower. Raises ConfigError where the leader has other engine arguments
+        """Wait until a leader chooses this follower. Raises ConfigError if the leader has other engine arguments
         than this host's file."""
         logger.info("waiting for a leader: start `pdserve` with the same file on the first host")
         async for _ in self._view.changes():
@@ -167,7 +167,7 @@ class Follower(Lifetime):
 
 
 async def start_with_hosts(start: Awaitable[T], others: Leader | Follower) -> T:
-    """Start this host's ranks. Raises a group with EngineDead where another host is lost meanwhile."""
+    """Start this host's ranks. Raises a group with EngineDead if another host is lost meanwhile."""
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(others.watch(patience=LOST_AFTER_AT_START))
         result = await start

@@ -56,7 +56,7 @@ class WorkerAdapters:
         return [*self._loaded.values(), *hidden] if self._engine.max_adapters else None
 
     async def start(self) -> None:
-        """Load the wanted adapters. Raises ConfigError where an adapter of the file cannot be loaded."""
+        """Load the wanted adapters. Raises ConfigError if an adapter of the file cannot be loaded."""
         async with self._view() as view:
             await self._load(self._wanted(view))
         problems = [

@@ -2,7 +2,7 @@
 
 An EtcdSession is a connection with a lease (`etcd_session.py`). When a call fails or the server is silent, the session
 ends and a new one connects, to the next member of a cluster, with the same lease if it is still alive. The new session
-then writes each of this process's keys that is missing under its lease. This is the only way to recover. A key that
+then writes each of this process's keys that is missing under the lease. This is the only way to recover. A key that
 exists is not written again, because all watchers get each write: after a stall of a host, a thousand processes would
 write to a thousand watchers.
 
@@ -175,8 +175,8 @@ class EtcdRegistry(Registry):
                 self._deleted.add(key)
 
     async def _guard(self, key: str) -> None:
-        """Write an own key again whenever another client has changed it. Two processes that claim one key each write it
-        once in RESTORE_INTERVAL seconds."""
+        """Write an own key again whenever another client has changed it. If two processes claim one key, each writes
+        it once in RESTORE_INTERVAL seconds."""
         async for _ in self.watch(key):
             if await self._restore(key):
                 await asyncio.sleep(RESTORE_INTERVAL)

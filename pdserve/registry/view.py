@@ -127,7 +127,7 @@ class RegistryView(Lifetime):
         return {key.removeprefix(keys.SETTINGS): value for key, value in self._settings.items()}
 
     def slots(self) -> list[SlotState]:
-        """Return the processes that supervisors run; none if roles were started by hand."""
+        """Return the processes that supervisors run, and processes that may not register (`REFUSED`)."""
         return [state for _, state in sorted(self._slots.items())]
 
     def leaders(self) -> list[NodeLeader]:

@@ -111,7 +111,7 @@ def _open_to_others(key: os.stat_result) -> bool:
 
 def expiry_warning(certificates: Path) -> str | None:
     """Return "expired on ..." or "is valid only until ..." if a certificate of this PEM file has expired or will within
-    `EXPIRY_WARNING`, else None. Raises OSError, and ValueError where the file has no certificate."""
+    `EXPIRY_WARNING`, else None. Raises OSError, and ValueError if the file has no certificate."""
     until = valid_until(certificates)
     now = datetime.fromtimestamp(clock.unix(), UTC)
     if until - now > EXPIRY_WARNING:
@@ -120,8 +120,7 @@ def expiry_warning(certificates: Path) -> str | None:
 
 
 def valid_until(certificates: Path) -> datetime:
-    """Return when the first certificate of this PEM file expires. Raises OSError, and ValueError where the file has
-    none."""
+    """Return the earliest expiry of a certificate in this PEM file. Raises OSError, and ValueError if there is none."""
     from cryptography import x509
 
     parsed = x509.load_pem_x509_certificates(certificates.read_bytes())
@@ -133,7 +132,7 @@ def create(
 ) -> Credentials:
     """Replace the folder by one with a new authority and a node certificate, valid also for `hosts`. Only this user can
     read it. The authority's key is not kept, so a new certificate means a new folder on all hosts. With `valid` None
-    the certificates never expire, because the clock may be corrected during a run. Raises OSError, and ValueError for
+    the certificates never expire, even if the clock is set during a run. Raises OSError, and ValueError for
     an invalid host name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Credentials(Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent)))  # mode 0700

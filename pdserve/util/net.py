@@ -19,7 +19,7 @@ _FIRST, _LAST = 15000, 30000
 take an ephemeral port while its server is down, and a client could even connect to itself there."""
 _TRIES = 1000
 _MAX_CLAIMS = 256
-"""Newest port claims that this process holds."""
+"""Most port claims that this process holds; a further claim ends the oldest."""
 _claims: deque[int] = deque()
 """File descriptors of the claims."""
 

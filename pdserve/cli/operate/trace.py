@@ -86,7 +86,7 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
 
 
 def matching(receipts: Iterable[Receipt], wanted: str) -> list[Receipt]:
-    """Return receipts whose id begins with `wanted`, or is part of it, as in `chatcmpl-ID`. Pure."""
+    """Return receipts whose id begins with `wanted`, or is part of `wanted`, as in `chatcmpl-ID`. Pure."""
     return [
         receipt
         for receipt in receipts

@@ -10,7 +10,7 @@ import typer
 from pdserve.util.errors import ConfigError
 
 FILES = Path(__file__).parents[2] / "files"
-"""In a checkout, links to `configs/` and `deploy/`."""
+"""Folder of these files; in a checkout, it has links to those in `configs/` and `deploy/`."""
 _IN_CHECKOUT = {"chart": "deploy/helm/pdserve", "compose": "deploy", "systemd": "deploy/systemd"}
 
 
@@ -51,7 +51,7 @@ def _with_paths(text: str, old: str, new: str) -> str:
 
 
 def example(name: str, file: Path) -> str:
-    """Return the text of an example graph, with commands for `file`. Raises ConfigError with all names for another."""
+    """Return the text of an example graph, with commands for `file`. Raises ConfigError with all names if none fits."""
     known = {path.stem: path for path in sorted((FILES / "configs").glob("*.yaml"))}
     if name not in known:
         heads = (f"  {each:<8} {path.read_text().splitlines()[0][2:]}" for each, path in known.items())

@@ -39,7 +39,7 @@ class Argument(msgspec.Struct, frozen=True):
     default: object = None
     """None also if the default is an object"""
     names: tuple[str, ...] = ()
-    """vLLM's own parsers; a plugin may add others"""
+    """of an argument that chooses a parser: vLLM's own parsers; a plugin may add others"""
 
 
 class _ArgumentFile(msgspec.Struct):
@@ -156,8 +156,8 @@ def refusal(name: str) -> str | None:
 
 
 def shapes_response(name: str) -> bool:
-    """Whether frontends need the argument; the worker's model card takes it there. Decode engines need the reasoning
-    arguments too, because a grammar applies only after the reasoning."""
+    """Whether frontends need the argument, which the worker's model card takes to them. Decode engines need the
+    reasoning arguments too, because a grammar applies only after the reasoning."""
     return arguments()[name].group == "api" or name.startswith("reasoning-")
 
 

@@ -60,7 +60,7 @@ def resolve_model(model: str, beside: Path) -> str:
 
 
 def expand_home(path: Path) -> Path:
-    """Expand `~` in the path. Raises ValueError with the end of a sentence if that user is unknown."""
+    """Expand `~` in the path. Raises ValueError with the end of a sentence if its user is unknown."""
     try:
         return path.expanduser()
     except RuntimeError as error:

@@ -107,7 +107,7 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class RemoteWorker:
-    """A prefill worker as it is for one prompt."""
+    """A prefill worker's load, speed and prefix hit for one prompt."""
 
     id: str
     ahead: float

@@ -23,7 +23,7 @@ MAX_PASSING = 4
 """Very short prompts that may be in the engine beside a full chunk: at most one of a client, and none of a client that
 has another prompt in the engine."""
 MIN_CHANGE = 8
-"""The engine's chunk is set only if it changes by more than 1 / `MIN_CHANGE`, because setting it costs time."""
+"""A chunk other than the usual one is set only if it differs by more than 1 / `MIN_CHANGE`: setting it costs time."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ class Outlook:
     wait: float
     """Until a prompt that arrives now starts: locally or remotely, whichever is sooner."""
     token: float
-    """Per prompt token, where the prompt starts sooner."""
+    """Per prompt token on the sooner way."""
     gap: float
     """A step without prompts, or the time from KV to the next token, whichever is longer. It decays while neither is
     measured, because the worker may have become faster."""
@@ -277,5 +277,5 @@ class Estimator:
             and (tokens := tokens - prefix_hit(done.handle)) >= MIN_MEASURED_TOKENS
         ):
             self._answered[request.prefiller] = done.compute_seconds / tokens, now
-        if not any(other.local_tokens for other in self.requests):  # else the request waited for those
+        if not any(other.local_tokens for other in self.requests):  # else the handover had to wait
             self._handover.learn(now - request.since, now)

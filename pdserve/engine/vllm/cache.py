@@ -21,7 +21,7 @@ _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 class CacheMirror(Lifetime):
     """Enter it before the engine starts, and call `follow` after the start, before the first request. It lags behind
-    the engine by the time of an event. A lost event makes it wrong until the block is stored or removed again."""
+    the engine by an event's delivery. A lost event makes it wrong until the block is stored or removed again."""
 
     def __init__(self) -> None:
         self.prefixes = CachedPrefixes()

@@ -125,8 +125,8 @@ class VllmEngine(Engine):
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
     ) -> Output | None:
-        """Every request of a prefill engine finishes after one token; here it finishes only if it stops at that token
-        or may have no more."""
+        """Every request of a prefill engine finishes after one token. The client's request finishes only if it stops at
+        that token or may have no more."""
         raw = translation.first_output(packed, self._timestamp) if self._uses_prefill_token else None
         if raw is None:
             return None

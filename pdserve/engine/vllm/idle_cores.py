@@ -25,7 +25,7 @@ _LOAD = Path("/proc/loadavg")
 
 
 def running_threads() -> int:
-    """Return how many threads of this machine run or could run, with this one."""
+    """Return how many threads of this machine run or could run, including this one."""
     return int(_LOAD.read_text().split()[3].partition("/")[0])  # 0.52 0.58 0.59 2/1205 4711
 
 

@@ -32,7 +32,7 @@ _HANDLE_FIELDS = {
 }
 """Transfer parameter of vLLM -> field of KvHandle."""
 _REMEMBERED = 100_000
-"""Newest request ids that are known as used."""
+"""Number of newest request ids that are known as used."""
 
 
 @dataclass(eq=False)
@@ -110,8 +110,8 @@ def adapter_of(request: api.EngineCoreRequest) -> int:
 
 
 def prefix_key(request: api.EngineCoreRequest) -> PrefixKey | None:
-    """None if no other engine may prefill the request: only if its prompt is token ids and images, and it asks for no
-    prompt logprobs, for which vLLM computes the prompt and ignores KV."""
+    """Return None if no other engine may prefill the request, because its prompt has embeddings, or it asks for prompt
+    logprobs, for which vLLM computes the prompt and ignores KV."""
     sampling = request.sampling_params
     if request.prompt_embeds is not None or sampling is None or sampling.skip_reading_prefix_cache:
         return None
@@ -119,7 +119,7 @@ def prefix_key(request: api.EngineCoreRequest) -> PrefixKey | None:
 
 
 def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
-    """Why a request's grammar made vLLM end it: it does not compile, or it `rejected` tokens; empty if the request has
+    """Why vLLM ended a request by its grammar, which does not compile or `rejected` tokens; empty if the request has
     no grammar. vLLM's frontend does not compile the grammar, and the engine only logs the reason. A grammar without
     finite text ({"$ref": "#"}) rejects every token."""
     asked = read_body(body).sampling_params.structured_outputs
@@ -152,7 +152,7 @@ def to_prefill(
 ) -> tuple[api.EngineCoreRequest, bool]:
     """Return a request for one token, and whether that token is the first of the client's request: if `samples` is true
     and the sampling parameters allow it. Otherwise the token is sampled greedily, without any parameter that could
-    delay or end the request, because KV does not depend on sampling. It depends on LoRA and cache salt, which stay."""
+    delay or end the request, because KV does not depend on sampling. KV depends on LoRA and cache salt, which stay."""
     request = _own(request_id, prompt, body)
     if prefix_key(request) is None:
         raise ProtocolError("this prompt cannot be prefilled for another engine")

@@ -66,8 +66,8 @@ class ReadAhead:
     def next_piece(
         self, source: Source, skip: int, complete: list[int], pool: Pool, now: float
     ) -> Piece | None:
-        """Allocate blocks for the next piece, if there is one worth reading. `complete`: the prefill's complete blocks.
-        This engine's prefix cache has the first `skip` of them."""
+        """Allocate blocks for the next piece; None if there is no new block or no room, or the prompt's reads cannot be
+        used. `complete`: the prefill's complete blocks, of which this engine's prefix cache has the first `skip`."""
         prompt = self._prompts.setdefault(source, _Prompt(skip))
         begun = prompt.first + len(prompt.remote)
         if complete[prompt.first : begun] != prompt.remote:  # the prefill was preempted, and has other blocks
@@ -101,7 +101,7 @@ class ReadAhead:
                 prompt.is_valid = False
 
     def is_reading(self, source: Source) -> bool:
-        """Whether reads are running that are worth waiting for."""
+        """Whether reads are running whose blocks may still be used."""
         prompt = self._prompts.get(source)
         return prompt is not None and prompt.is_valid and bool(prompt.reads)
 

@@ -82,7 +82,8 @@ class BlockFile:
         self.disabled = False
 
     def allocate(self) -> FilePlace | None:
-        """Return a place for a block to write; evict another block if no place is free. None: all are being written."""
+        """Return a place for a block; evict another block if no place is free. None: all are being written, or the file
+        is disabled."""
         if self.disabled:
             return None
         if not self._free:

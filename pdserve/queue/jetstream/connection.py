@@ -155,7 +155,7 @@ class NatsConnection(Lifetime):
         self._unsubscribed.add(subject)
 
     async def subscribe(self) -> None:
-        """Send the new subscriptions. Each operation does so first."""
+        """Send the new subscriptions. Each operation calls this first."""
         client = self.client()
         while self._unsubscribed:
             subject = self._unsubscribed.pop()

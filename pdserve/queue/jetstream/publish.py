@@ -1,4 +1,4 @@
-"""Publishes a request to the JetStream stream exactly once: retries where that may help, and cancels a request that may
+"""Publishes a request to the JetStream stream exactly once: retries if that may help, and cancels a request that may
 have been stored although the publish failed."""
 
 import asyncio

@@ -197,7 +197,7 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
         "duplicate_window": min(120.0, limits.max_age),
         "no_ack": False,
         "sealed": False,
-        # sealing a stream sets both; a worker that restores it may copy them into a stream that another recreated
+        # sealing a stream sets both; a worker that restores a sealed stream may copy them into its successor
         "deny_delete": False,
         "deny_purge": False,
     }
