@@ -1,4 +1,4 @@
-"""An OTLP/HTTP collector of spans for tests, which can be slow or broken."""
+"""An OTLP/HTTP collector of spans for tests. It can be slow or broken."""
 
 import threading
 from collections.abc import Iterator, Mapping

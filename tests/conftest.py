@@ -32,8 +32,8 @@ ENGINES = (
 """One process runs these in turn, because all real engines at once would take more than 24 GB. They take longest and
 begin first."""
 CHAOS = ("tests/chaos/test_chaos.py", "tests/test_house.py")
-"""One group of one long and many short tests. Otherwise xdist would give chaos's process a further file, which would
-wait behind chaos."""
+"""One group for one process: the long chaos tests and many short ones. Without the group, xdist would queue another
+file behind chaos."""
 ORDER = (
     *ENGINES,
     "tests/bench/compare/test_command.py",
@@ -43,11 +43,11 @@ ORDER = (
     "tests/registry/test_outage.py",
     *CHAOS,
 )
-"""The longest files begin first, so that all processes end together. Chaos comes after most tests of real engines. So
-does tests/soak, which starts real engines too and comes late by its name."""
+"""The longest files begin first, so that all processes end together. Chaos begins after most tests of real engines.
+Files that are not listed, such as tests/soak with its real engines, run last, by name."""
 NICE = 5
 HANGS = 60
-"""seconds after a test's timeout until its process is ended, and with it the run"""
+"""Seconds from a test's timeout until its process exits, which ends the whole run."""
 
 gc.disable()  # collection imports vLLM, whose objects stay; searching them for garbage takes a third of the time
 
@@ -68,8 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` (`make test`), one process runs the tests of a file, because they share fixtures. The
-    same holds for `ENGINES`, and for `CHAOS`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
+    """With `--dist loadfile` (`make test`), one process runs all tests of a file, because they share fixtures. The
+    files of `ENGINES` count as one file here, and so do those of `CHAOS`. (xdist's own `loadgroup` knows no groups
+    under pytest 9.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """All listening sockets of a graph, and their purposes.
 
-Tests have a table of the allowed ones: a new socket is a decision, and a line in docs/security.md.
+Tests list the allowed sockets. A new one needs a line in docs/security.md.
 """
 
 import json

@@ -40,13 +40,13 @@ ARGUMENTS = (
     "--dtype float32 --block-size 32 --max-model-len 4096 --enforce-eager --served-model-name demo "
     "--max-num-batched-tokens 32768 --distributed-executor-backend uni"
 )
-"""of vLLM's server: as in `GRAPH`, and steps so large that no prompt is prefilled in parts, because on a CPU vLLM 0.32
-dies of a request with a seed in such a step (engine/vllm/worker.py corrects ours)"""
+"""Arguments of vLLM's server: as in `GRAPH`, with steps so large that no prompt is computed in chunks, because on a CPU
+vLLM 0.32 crashes at a chunk of a request with a seed (engine/vllm/worker.py prevents it in pdserve)."""
 IN_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""so that vLLM keeps `uni` on a CPU. With a process for the model, both processes spin for a second after each message,
-which takes all of a small machine"""
+"""Makes vLLM keep `uni` on a CPU. With a process for the model, both processes spin for a second after each message,
+which takes all CPU cores of a small machine."""
 KEY = "the-key-of-the-reference"
-"""of vLLM's server, to see its answers to requests without a key; the graph ignores it"""
+"""API key of vLLM's server, for tests of requests without a key. The graph has no keys."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def one_vllm(
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Reference]:
     arguments = [*arguments, "--api-key", KEY]
-    # vLLM leaves its sockets there, whose paths may have 107 characters
+    # a short folder for vLLM's sockets, because their paths have at most 107 characters
     with TemporaryDirectory(prefix="vllm-") as sockets, start_blocking_portal() as portal:
         given = IN_CORE | {"VLLM_RPC_BASE_PATH": sockets} | dict(variables or {})
         server = plain_vllm(model, arguments, folder, lambda _: None, given)

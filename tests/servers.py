@@ -45,7 +45,8 @@ class SmallEtcd(EmbeddedEtcd):
 
 @contextmanager
 def running(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """Run a server for session fixtures. Its own event loop reads its output, because those of the tests end."""
+    """Run a server for session fixtures. An event loop of this function reads the server's output, because the tests'
+    event loops end."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

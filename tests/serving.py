@@ -30,7 +30,7 @@ LONG = " ".join(f"The code of the red box is {code}." for code in range(1000, 10
 
 
 class Serve(ServeRun):
-    """One run of `pdserve serve`, without the settings in the environment of the tests."""
+    """One run of `pdserve serve`, without the tests' own PDSERVE_ variables."""
 
     def __init__(
         self, folder: Path, yaml: str, *options: str, port: int = 0, headers: Mapping[str, str] | None = None

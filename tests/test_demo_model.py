@@ -1,4 +1,4 @@
-"""The bundled demo model: its files load, its text round-trips, and it recalls what it was told."""
+"""The bundled demo model: its files load, its tokenizer round-trips text, and it recalls facts from the prompt."""
 
 import unicodedata
 from pathlib import Path

@@ -19,7 +19,7 @@ BAD = "bad"
 
 
 def failing(work: Callable[..., Any], bad: Callable[..., bool]) -> Callable[..., Any]:
-    """Return `work`, but raising if `bad` of its arguments is true."""
+    """Return `work`, wrapped to raise KeyError for arguments for which `bad` is true."""
 
     @wraps(work)
     def wrapped(*args: Any, **options: Any) -> Any:

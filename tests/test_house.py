@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check."""
+"""The repository's rules that a test can check."""
 
 import ast
 import re
@@ -42,11 +42,11 @@ ALLOWED = {
     "rich": ("cli/", "observe/tables.py", "plan/render.py"),
     "typer": ("cli/",),
 }
-"""outside library -> the only places that may import it"""
+"""Outside library -> the only files and folders of the package that may import it."""
 
 UNSAFE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 TALKERS = ("cli/",)
-"""places that may print"""
+"""Folders whose files may print."""
 
 
 def name(path: Path) -> str:
@@ -77,7 +77,7 @@ def test_an_outside_library_is_imported_in_one_place(library: str) -> None:
 
 
 LEAVES = ("__init__", "demo", "util", "contract", "security")
-"""rooms from which all may import; a leaf imports only from leaves before it"""
+"""Rooms that every room may import from. A leaf imports only from leaves before it."""
 
 ARROWS = {
     "config": "",
@@ -111,12 +111,13 @@ ARROWS = {
     "cli": "install convert supervisor process config plan queue registry observe",
     "__main__": "cli",
 }
-"""room -> the rooms that it may import from, besides the leaves. What is absent is forbidden: a new arrow is a
-decision. Lazily loaded implementations and the roles' services, which are named by strings, are no arrows."""
+"""Room -> the rooms that it may import from, besides the leaves. Other imports are forbidden; adding one is a design
+decision. Imports by a string (lazily loaded implementations, the roles' services) do not count."""
 
 
 def room(path: Path) -> str:
-    """A folder of the package, a folder inside `frontend/`, or a file beside them."""
+    """Return the file's room: a folder of the package, a folder inside `frontend/`, or the name of a file beside these
+    folders."""
     parts = path.relative_to(ROOT / "pdserve").with_suffix("").parts
     return "/".join(parts[:2]) if parts[0] == "frontend" and len(parts) > 2 else parts[0]
 
@@ -141,7 +142,7 @@ def imported_files(path: Path) -> Iterator[Path]:
 
 
 def _source(folder: Path, parts: list[str]) -> Path:
-    """The file of a dotted name, which may be a name inside the file."""
+    """Return the file of a dotted name, which may end with a name defined in the file."""
     while parts and not folder.joinpath(*parts).with_suffix(".py").exists():
         if folder.joinpath(*parts, "__init__.py").exists():
             return folder.joinpath(*parts, "__init__.py")
@@ -259,8 +260,8 @@ AWAITED_TASKS = {
     "process/engine_checks.py": 3,
     "process/life.py": 1,
 }
-"""file -> how many tasks it makes itself. The function or `async with` that makes a task awaits it, possibly after
-cancelling it. Background tasks belong to `pdserve/runtime/tasks.py`, a TaskGroup or a `Service`'s."""
+"""File -> number of tasks that it makes and awaits itself: in the same function or `async with`, possibly after
+cancelling them. All other tasks belong to a `TaskOwner` (`pdserve/runtime/tasks.py`) or a TaskGroup."""
 
 
 def test_no_background_task_ends_unseen() -> None:
@@ -274,7 +275,7 @@ def test_no_background_task_ends_unseen() -> None:
 
 
 ENDS_ANYWAY = {"frontend/app.py": 1, "frontend/model/run.py": 1, "process/life.py": 1}
-"""file -> how many handlers of any error end their task"""
+"""File -> number of its handlers of `Exception` after which the task ends."""
 
 
 def keeps_any_error(path: Path) -> int:
@@ -301,7 +302,8 @@ def test_no_handler_keeps_a_cancellation_or_the_death_of_an_engine() -> None:
 
 
 def test_no_exception_is_used_as_a_boolean() -> None:
-    """Each is true, also without a text: `error or "it took too long"` is never the text. See `error_text`."""
+    """An exception is true even without a text, so `error or "it took too long"` is never that text. See
+    `error_text`."""
     found = []
     for path in (*SOURCES, *BENCH):
         for handler in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler)):
@@ -375,8 +377,8 @@ def _reading_list() -> dict[Path, tuple[int, int]]:
 
 
 def _lines_to_read(path: Path, read: str) -> int:
-    """Count `all` lines, or those of the docstring, functions and classes in backticks. Raises KeyError for other
-    names."""
+    """Count `all` lines, or those of the module's docstring and of the functions and classes in backticks. Raises
+    KeyError for an unknown name."""
     if read == "all":
         return len(path.read_text().splitlines())
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -398,7 +400,7 @@ def test_every_file_has_its_place_on_the_reading_page() -> None:
 
 
 def test_the_reading_list_states_sizes() -> None:
-    """To within a tenth or three lines, so that few commits have to change the page."""
+    """A size may be off by a tenth or three lines, so that few commits have to change the page."""
     found = {name(path): sizes for path, sizes in _reading_list().items()}
     wrong = {file: sizes for file, sizes in found.items() if abs(sizes[0] - sizes[1]) > max(3, sizes[1] / 10)}
     assert wrong == {}
@@ -441,11 +443,11 @@ ROOMS = {
     "supervisor": 2715,
     "util": 410,
 }
-"""lines of each room of the package: its size of 2026-11-28 and 5 %, reviewed when a room passes its limit"""
+"""Most lines of each room of the package: its size on 2026-11-28 plus 5 %; reviewed when a room passes its limit."""
 BESIDE = {"benchmarks": 13400, "tests": 42800, "tools": 2400}
-"""lines of the folders beside it"""
+"""Most lines of the folders beside the package."""
 WORDS, RECORD = 22000, 250
-"""words of docs/ without the decisions, and of one decision record"""
+"""Most words of docs/ without the decisions, and of one decision record."""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
     "the limit here, and say in its decision record what it is worth to its user and what was taken out for it."

@@ -17,7 +17,7 @@ SOURCES = "".join(TESTS.values())
 
 
 def limits() -> Iterator[tuple[str, str, Any]]:
-    """Yield of each limit's keys: the page's default, the key, the configuration's default."""
+    """Yield, for each key of a limit, the default on the page, the key, and the default in the configuration."""
     table = PAGE.split("## Limits")[1].split("\n## ")[0]
     for row in re.findall(r"^\| (?!limit|-)(.+) \|$", table, re.M):
         _, said, keys, _, test = (cell.strip() for cell in row.split("|"))

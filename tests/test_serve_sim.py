@@ -40,7 +40,7 @@ ALICE, BOB, CAROL = (re.findall("sk-[^,}]+", key)[0] for key in KEYS.values())
 
 
 class KeyedServe(Serve):
-    """With API keys in a file. Each request has a new connection, which reaches any of the frontends."""
+    """A run with API keys in a file. Each request has a new connection, which reaches any of the frontends."""
 
     def write_keys(self, *names: str) -> None:
         fresh = self.folder / "keys.new"
@@ -74,8 +74,8 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServe]:
-    """Two frontends, two decode workers, a prefill worker, each role with another clock. Ctrl-C ends it with
-    exit code 0, and nothing is left."""
+    """Two frontends, two decode workers, a prefill worker, each role with another clock. Ctrl-C ends the graph with
+    exit code 0 and leaves nothing."""
     port = free_port("127.0.0.1")
     folder = tmp_path_factory.mktemp("graph")
     yaml = (FRONTENDS + WORKERS).format(port=port, batches=folder / "batches", kv_port=kv_ports(), workers=2)
@@ -131,7 +131,7 @@ def test_status_lists_all_instances(graph: KeyedServe) -> None:
 
 def test_only_known_ports_listen(graph: KeyedServe) -> None:
     """They listen on loopback only, because the file names no other host (docs/security.md). Other users of the machine
-    can read nothing on the disk, either."""
+    cannot read the graph's files."""
     assert listeners(graph) == {
         ("frontend", "HTTP"): 2,
         ("frontend", "pages"): 2,
@@ -143,7 +143,7 @@ def test_only_known_ports_listen(graph: KeyedServe) -> None:
         ("prefill", "TCP"): 1,  # simulated KV
         ("nats-server", "clients"): 1,
         ("etcd", "clients"): 1,
-        ("etcd", "TCP"): 1,  # other etcds
+        ("etcd", "TCP"): 1,  # for other etcd members
     }
     state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
     for name in ("", "credentials", "logs", "servers/nats", "servers/etcd", "graph.json"):
@@ -151,7 +151,7 @@ def test_only_known_ports_listen(graph: KeyedServe) -> None:
 
 
 def test_a_trace_shows_where_a_request_went(graph: KeyedServe) -> None:
-    prompt = f"Where does this one go? {LONG}"  # that no worker has in its prefix cache
+    prompt = f"Where does this one go? {LONG}"  # a prompt that no worker has cached
     request_id = graph.chat(prompt)[0].headers["x-request-id"]
     shown = graph.pdserve("trace", f"chatcmpl-{request_id}").stdout
     assert re.search(rf"request id +{request_id}", shown)
@@ -179,7 +179,7 @@ def test_live_settings_are_of_one_file_and_each_way_to_stop_leaves_nothing(
     serve: Serve, tmp_path: Path
 ) -> None:
     """Settings stay when their file is served again, and are printed; another file in the same state directory begins
-    without them. Stopped by Ctrl-C, by closing the terminal, and by SIGINT. Logs may be JSON."""
+    without them. The graphs are stopped by Ctrl-C, by closing the terminal, and by SIGINT. The last one logs JSON."""
     with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         assert "starting decode-0, prefill-0 (Ctrl-C stops)" in terminal.text
@@ -220,7 +220,7 @@ def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: KeyedSer
 def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_the_first_start(
     graph: KeyedServe,
 ) -> None:
-    """Even if the file was changed meanwhile."""
+    """The file is changed meanwhile, which has no effect."""
     before = {instance["id"]: instance["pid"] for instance in _instances(graph)}
     victim = next(name for name in before if name.startswith("decode-0"))
     file = graph.file.read_text()
@@ -281,7 +281,7 @@ def test_a_second_graph_on_the_same_port_is_refused(graph: KeyedServe, tmp_path:
 
 
 def test_a_real_prometheus_finds_something_for_each_panel(graph: KeyedServe, tmp_path: Path) -> None:
-    """Also for panels of failures: the prefill worker hangs."""
+    """A hung prefill worker provides the failures that some panels show."""
     numbers = count()
 
     def prefilled() -> str:
@@ -335,7 +335,7 @@ def _instances(graph: KeyedServe) -> list[dict[str, Any]]:
 
 
 def test_both_frontends_together_enforce_a_rate_limit(graph: KeyedServe) -> None:
-    """Each accepts a minute's requests at first, then one every 4 seconds."""
+    """Each frontend accepts up to a minute's requests at once, then one every 4 seconds."""
     started, taken, refused = time.monotonic(), 0, list[httpx.Response]()
     while len(refused) < 10:
         answer = graph.complete(ALICE)
@@ -373,7 +373,7 @@ def test_keys_appear_only_in_their_file(graph: KeyedServe) -> None:
 
 
 def test_ctrl_c_ends_a_starting_graph_at_once(serve: Serve) -> None:
-    """An engine loads in a thread that cannot be stopped. The stop waits neither for it nor for a drain."""
+    """An engine loads in a thread that cannot be stopped. The stop waits neither for that thread nor for a drain."""
     _simulate(serve, "load-seconds: 90")
     serve.file.write_text(serve.file.read_text().replace("drain-timeout: 5", "drain-timeout: 90"))
     process = serve.start()
@@ -401,7 +401,7 @@ def _simulate(serve: Serve, speeds: str) -> None:
 
 
 def _handles_signals(process: psutil.Process) -> bool:
-    """Whether the process is a role with its last handler set, that for a dead supervisor."""
+    """Whether the process is a role that has set its last signal handler, the one for a dead supervisor."""
     try:
         caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
         return process.cmdline()[3] in list(Role) and bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)

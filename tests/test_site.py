@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Strict: pages in no list and dead links or anchors fail."""
+    """The build is strict: a page that no list names, or a dead link or anchor, fails it."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

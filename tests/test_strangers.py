@@ -66,7 +66,7 @@ async def told(port: int, question: bytes, tls: ssl.SSLContext | None) -> bytes:
 async def test_no_port_reveals_anything_without_credentials(
     server: EmbeddedServer, other: Credentials, credentials: Credentials
 ) -> None:
-    """Including the ports for peers."""
+    """This includes the ports for cluster peers."""
     listening = [
         end.laddr
         for end in psutil.Process(pid_of(server)).net_connections("tcp")
@@ -124,7 +124,7 @@ async def test_etcd_and_its_clients_refuse_other_credentials(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 1.5)
-    # an authority that is taken from the graph, with a certificate that it has not signed
+    # the graph's authority with another graph's certificate, which that authority has not signed
     for name in ("node.pem", "node-key.pem"):
         (tmp_path / name).write_bytes((other.folder / name).read_bytes())
     (tmp_path / "ca.pem").write_bytes(credentials.authority.read_bytes())

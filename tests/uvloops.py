@@ -8,8 +8,8 @@ import uvloop
 
 
 class Loop(uvloop.Loop):
-    """While uvloop waits, it only logs the exception by which pytest-timeout's signal handler ends a test, like that of
-    any callback, and goes on waiting. This loop cancels the test."""
+    """pytest-timeout ends a test by an exception in a signal handler. uvloop treats that as a failed callback: it logs
+    the exception and goes on waiting. This loop cancels the test."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,8 +45,8 @@ class Run:
         return found
 
     def good(self) -> list[dict[str, Any]]:
-        """Wait for the end. Check that all rows are good and nothing is left behind. Return the rows after the
-        undisturbed one."""
+        """Wait for the run's end, check that every fault's row is good and that no process or folder is left, and
+        return these rows."""
         code = self.process.wait()
         assert code == 0, self.log[-8000:] + self.out
         calm, *rows = self.rows
@@ -61,5 +61,5 @@ class Run:
         return rows
 
     def processes(self) -> list[psutil.Process]:
-        """Return processes of the run that still exist."""
+        """Return the run's processes that still exist."""
         return processes_below(self.folder)

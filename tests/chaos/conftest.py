@@ -28,7 +28,7 @@ def chaos(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 @pytest.fixture
 def may_have_hosts(tmp_path: Path) -> bool:
-    """Whether simulated hosts are permitted here."""
+    """Whether this machine permits simulated hosts (network namespaces)."""
     try:
         with network(tmp_path) as net:
             net.host("first").vanish()

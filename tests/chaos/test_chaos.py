@@ -20,8 +20,8 @@ SHARES = (
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
     (30, "pause"),
 )
-"""Per graph: `write-timeout` in seconds, longer than a frontend's restart, and its faults. `unread` is late in its
-share, when the other graph is nearly through, because its 200 streams fill a small machine."""
+"""For each graph: its `write-timeout` in seconds, and its faults. `unread` comes late, when the graph tested beside it
+is nearly done, because the 200 unread streams fill a small machine."""
 AT_A_TIME = 2
 """Graphs tested at the same time, because a row mostly waits. On machines where a frontend takes a minute to start,
 more graphs would starve each other."""
@@ -37,7 +37,8 @@ APART = {
     "decode-core-kill",
     "all-decode-core-kill",
 }
-"""These need adapters (test_lora_adapters.py unloads them under load), a model for images, or real engines."""
+"""Faults not tested here, because they need adapters (test_lora_adapters.py unloads them under load), a model for
+images, or real engines."""
 ALONE = ["prefill-kill", "decode-kill", "nats-kill", "etcd-kill", "decode-hang", "etcd-hang", "rolling"]
 BETWEEN_HOSTS = (
     "servers-link-cut-10s",
@@ -47,7 +48,7 @@ BETWEEN_HOSTS = (
     "clock",
     "decode-host-restart",
 )
-"""The short faults of `pdserve chaos --hosts`; the command itself runs the long ones."""
+"""Short faults of `pdserve chaos --hosts`; the long ones are left to runs by hand."""
 
 
 def _file(folder: Path, write_timeout: int) -> Path:
@@ -61,7 +62,7 @@ def _file(folder: Path, write_timeout: int) -> Path:
 
 
 def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run], may_have_hosts: bool) -> None:
-    """Including faults between hosts, if permitted here (tests/bench/test_hosts.py says why not)."""
+    """Faults between hosts are included where simulated hosts are permitted."""
     between = (10, ("--hosts", "--only", ",".join(BETWEEN_HOSTS), "--hold", "5"))
     shares = [(write_timeout, ("--only", share, "--hold", "11")) for write_timeout, share in SHARES]
     asked, found = [*shares, between] if may_have_hosts else shares, list[list[str]]()
@@ -77,6 +78,6 @@ def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run], may_
 
 
 def test_no_fault_drops_anything_of_roles_without_serve(tmp_path: Path, chaos: Callable[..., Run]) -> None:
-    """A manager restarts the roles."""
+    """The chaos command restarts each role, as systemd would."""
     run = chaos(_file(tmp_path, 4), "--alone", "--only", ",".join(ALONE), "--seconds", "3", "--hold", "11")
     assert [row["fault"] for row in run.good()] == ALONE

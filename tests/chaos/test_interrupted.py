@@ -15,7 +15,7 @@ pytestmark = pytest.mark.chaos
 
 
 def test_a_run_that_is_interrupted_leaves_nothing(tmp_path: Path, chaos: Callable[..., Run]) -> None:
-    """It shows its rows so far, keeps the logs, and reports that it is incomplete."""
+    """An interrupted run shows its rows so far, keeps its logs, and reports that it is incomplete."""
     file = write(simulated(), tmp_path / "sim.yaml")
     run = chaos(file, "--only", "decode-hang", "--hold", "200", "--seconds", "3", "--workers", "1")
     deadline = time.monotonic() + 180

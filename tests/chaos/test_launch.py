@@ -1,4 +1,4 @@
-"""The derived file of the graph under test."""
+"""How chaos derives the file of the graph that it tests."""
 
 import json
 from pathlib import Path

@@ -23,7 +23,7 @@ MODEL = Path(__file__).parent.parent.parent / "pdserve/demo/model"
 
 
 def test_garbage_reaches_a_zeromq_peer_as_messages() -> None:
-    """Each payload arrives alone, after an empty frame, and among others."""
+    """Each payload arrives alone, after an empty frame, and in a message of four frames."""
     everything = payloads(1)
     found: list[list[bytes]] = []
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
@@ -74,7 +74,7 @@ async def test_a_full_disk_has_no_room_until_it_is_freed(tmp_path: Path) -> None
         log.write_text("before\n")
 
         def is_full() -> bool:
-            """Append, because rewriting a file would reuse its own space."""
+            """Append, because a rewritten file would reuse the space that it has."""
             try:
                 with (folder / "more").open("ab") as more:
                     more.write(bytes(8192))

@@ -65,7 +65,7 @@ async def test_servers_that_are_no_cluster_fail(nats_url: str) -> None:
 async def test_a_full_etcd_is_reported_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By `doctor`, by a worker that waits for etcd, and by `status` on the machine of `serve`."""
+    """`doctor`, a worker that waits for etcd, and `status` on the machine of `serve` report the full database."""
     monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 1.0)
     full = "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION`"
     async with SmallEtcd(tmp_path) as server, TaskOwner() as tasks:
@@ -165,7 +165,7 @@ VllmWorker: {{model: demo, block-size: 32}}
 
 
 def graph(folder: Path) -> Path:
-    """Write a file with free ports."""
+    """Write a graph's file with free ports, and return its path."""
     port = free_port("127.0.0.1", 2)
     file = folder / "graph.yaml"
     file.write_text(GRAPH.format(port=port, kv_port=port + 1))

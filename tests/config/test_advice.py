@@ -1,4 +1,4 @@
-"""Following the advice of a problem word for word solves it and adds no other problem."""
+"""Following a problem's advice word for word solves the problem and adds no other."""
 
 import random
 import re
@@ -22,7 +22,7 @@ TEXTS = {
     **({path.stem: path.read_text() for path in SAMPLES.glob("dynamo-*.yaml")} if SAMPLES.is_dir() else {}),
 }
 MUTATIONS = 40
-"""per text, so that all are more than 200"""
+"""Mutations of each text; more than 200 in all if the samples are there."""
 KEY = re.compile(r"^( *)([\w-]+):(.*)$")
 OFFERED = (
     "disable-log-requests",
@@ -70,7 +70,7 @@ def mutated(text: str, chance: random.Random) -> str:
 
 
 def advised(text: str, problem: str) -> str | None:
-    """Return the text with the problem's first advice followed; None if a person must choose."""
+    """Return the text after following the problem's advice; None if following it takes a person."""
     place = re.search(r"graph\.yaml:(\d+): (\S+) (.*)", problem)
     if place is None:
         return None

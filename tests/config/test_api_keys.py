@@ -52,7 +52,7 @@ def test_keys_of_the_environment_are_added(file: Path) -> None:
 
 
 def test_whether_keys_are_configured(file: Path) -> None:
-    """Unreadable keys count as configured: then the frontend does not start."""
+    """Keys that cannot be read count as configured. (With such keys, no frontend starts.)"""
     assert not requires_key(SecuritySection(), {"PDSERVE_API_KEYS": ""})
     assert requires_key(SecuritySection(), {"PDSERVE_API_KEYS": ","})
     assert requires_key(SecuritySection(api_keys=file), {})

@@ -184,7 +184,7 @@ Slo: {ttft: 1.5s, gap: 60 ms}
 
 
 def test_all_sections_are_read(tmp_path: Path) -> None:
-    """Relative paths begin at the file's folder."""
+    """Relative paths are resolved from the file's folder."""
     limits = "port: 80\n  max-wait: 2.5\n  max-waiting: 7\n  max_waiting_tokens: 90\n  max-outputs: 3"
     sections = GRAPH.replace("Security: {allow: [plain-graph]}\n", REST)
     config = read(tmp_path, frontend(limits) + sections)
@@ -237,7 +237,7 @@ def test_the_environment_wins(tmp_path: Path) -> None:
     assert (security.credentials, security.allow) == (Path.home() / "secrets", ("no-keys", "plain-http"))
     assert (security.tls_certificate, security.tls_key) == (Path("/c.pem"), Path.cwd() / "key.pem")
     assert "PDSERVE_NATS (Graph.nats)" in config.from_environment
-    assert len(config.from_environment) == len(ENVIRONMENT) + 1  # the folder is a key of two sections
+    assert len(config.from_environment) == len(ENVIRONMENT) + 1  # 1: the folder is a key in both workers
     without = read(tmp_path, GOOD, dict.fromkeys(ENVIRONMENT, ""))
     assert (without.nats, without.etcd, without.frontend) == (None, None, FrontendConfig())
 
@@ -260,7 +260,8 @@ def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
 
 
 def test_simulated_engines_replace_those_of_the_file(tmp_path: Path) -> None:
-    """Its checks stay. Without the model, what fits only the model's own tokenizer is left out."""
+    """The file is still checked. The demo model replaces an absent model, and arguments that need the absent model's
+    tokenizer are dropped."""
     keys = "kv-offload: 4GiB\n  reasoning-parser: qwen3\n  max-model-len: 20000\n  tensor-parallel-size: 2"
     text = f"VllmWorker:\n  model: nobody/absent\n  {keys}\n"
     for env, kind in (({}, "vllm"), ({SIMULATED_VARIABLE: "0"}, "vllm"), ({SIMULATED_VARIABLE: "1"}, "sim")):
@@ -518,7 +519,7 @@ def test_aliases_that_multiply_are_refused_with_their_line(tmp_path: Path, level
 
 @pytest.mark.parametrize("depth", [250, 2000])
 def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
-    """Python 3.12 and newer read 250 levels, and the list is refused where a mapping belongs."""
+    """Python 3.12 and newer can parse 250 levels; the file is then refused because `Common` is a list."""
     told = problems(tmp_path, f"Common: {'[' * depth}{']' * depth}")
     reads_it = sys.version_info >= (3, 12) and depth == 250
     assert told[-1].startswith(

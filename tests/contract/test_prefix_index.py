@@ -34,7 +34,7 @@ def index(*changes: tuple[str, PrefixesChanged]) -> PrefixIndex:
             [("a", change([8, 16])), ("b", change([8])), ("c", change([8, 16, 24]))],
             {"a": 16, "b": 8, "c": 24},
         ),
-        ([("a", change([8, 16])), ("a", change([24], [8]))], {}),  # nothing counts behind a missing block
+        ([("a", change([8, 16])), ("a", change([24], [8]))], {}),  # blocks after a missing one do not count
         ([("a", change([8, 16])), ("a", change([24], [16]))], {"a": 8}),
         ([("a", change([8, 16])), ("a", change([8], whole=True))], {"a": 8}),
         ([("a", change([8, 8])), ("a", change([], [8, 8, 24]))], {}),

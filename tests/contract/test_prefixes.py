@@ -55,7 +55,7 @@ def test_leading_cached_blocks_are_a_hit(prompt: list[int], salt: str | None, hi
 def test_each_change_is_reported_once_and_copies_count_as_one() -> None:
     prefixes = cached(100, 8, list(range(24)))
     first, second, third = block_names(list(range(24)), 8)
-    prefixes.add(first, 1)  # computed twice at once
+    prefixes.add(first, 1)  # a second copy of the block
     assert [sorted(part) for part in prefixes.changes("frontends")] == [sorted([first, second, third]), []]
     assert prefixes.changes("frontends") == ([], [])
     assert not prefixes.remove(first)
@@ -82,7 +82,7 @@ def test_a_large_cache_reports_every_nth_block(blocks: int, stride: int) -> None
 
 
 def test_only_the_newest_blocks_of_host_memory_are_reported() -> None:
-    """Blocks of the cache are all reported, however large host memory is."""
+    """All blocks of the engine's own cache are reported, however many host memory holds."""
     prefixes = CachedPrefixes()
     prefixes.resize(MAX_REPORTED, 1)
     everything = [number.to_bytes(8) for number in range(MAX_REPORTED + 3)]

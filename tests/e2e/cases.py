@@ -7,7 +7,7 @@ import httpx
 
 BLOCK = 32
 LOCAL_LIMIT = 128
-"""Block size and max-local-prefill-length of the graph under test."""
+"""`BLOCK` is the block size and this the max-local-prefill-length of the graph under test, in tokens."""
 
 # one token; around a KV block; around the local/remote threshold; several blocks; several prefill chunks
 LENGTHS = (1, 2, 31, 32, 33, 64, 127, 128, 129, 160, 161, 300, 512, 1000, 1501, 2048, 3000)
@@ -46,8 +46,8 @@ def identity_cases() -> list[Case]:
 
 
 def _shared_prefixes(chance: random.Random) -> list[Case]:
-    """Three prompts with 640 leading tokens in common. The later two have prefix hits: one leaves less than the
-    threshold to compute (local), one more (remote, but only the rest is read)."""
+    """Three prompts that share 640 leading tokens. After the prefix hit, the second has 60 tokens left to compute
+    (local prefill) and the third 700 (remote prefill that transfers only their KV)."""
     prefix = _tokens(chance, 640)
     return [
         Case("prefix-first", prefix + _tokens(chance, 10)),

@@ -1,4 +1,4 @@
-"""Fixtures: the same prompts to the graph and to a plain engine."""
+"""Fixtures: the identity cases, and a plain engine's tokens for them."""
 
 import asyncio
 

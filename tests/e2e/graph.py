@@ -24,8 +24,8 @@ class RealGraph(Serve):
         self._kept_until = 0.0
 
     def metrics(self) -> "Metrics":
-        """Return the frontend's merged metrics, which are made at most once a second; never a page older than the
-        call."""
+        """Return the frontend's merged metrics as of this call: wait until a page that the frontend has kept since the
+        last call has expired."""
         time.sleep(max(0.0, self._kept_until - time.monotonic()))
         page = httpx.get(f"{self.url}/metrics", timeout=30).text
         self._kept_until = time.monotonic() + KEPT + 0.1
@@ -41,7 +41,7 @@ class Metrics:
         return sum(value for has, value in self._samples(name) if labels.items() <= has.items())
 
     def values(self, name: str, label: str) -> set[str]:
-        """Return the values of a label."""
+        """Return the values of a label in samples that are not 0."""
         return {has[label] for has, value in self._samples(name) if value}
 
     def _samples(self, name: str) -> Iterator[tuple[dict[str, str], float]]:

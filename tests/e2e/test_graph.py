@@ -46,7 +46,7 @@ def test_a_kv_transfer_is_in_metrics_and_receipt(graph: RealGraph) -> None:
     prompt_tokens = answer.json()["usage"]["prompt_tokens"]
     after = graph.metrics()
     moved = after("pdserve_kv_transfer_bytes_total") - before("pdserve_kv_transfer_bytes_total")
-    # FACTS: bytes per token = 2 x layers x kv heads x head dim x dtype bytes, and whole blocks move.
+    # KV bytes per token: 2 x layers x KV heads x head size x dtype bytes. Whole blocks are transferred.
     per_token = 2 * 4 * 2 * 64 * 4
     blocks = -(-prompt_tokens // 32)
     assert moved == pytest.approx(blocks * 32 * per_token, rel=0.1)
@@ -58,17 +58,17 @@ def test_a_kv_transfer_is_in_metrics_and_receipt(graph: RealGraph) -> None:
     assert {"queue", "prefill", "transfer", "first-step"} < there.keys()
     assert there["prefill"].instance == there["transfer"].instance != there["first-step"].instance
     assert all(0 < there[name].seconds < receipt.seconds for name in ("prefill", "transfer", "first-step"))
-    # decode begins with the first token, which may have come from the prefill worker, before the KV
+    # the decode hop is left out: it begins with the first token, which may come before the KV
     in_turn = [hop.seconds for hop in receipt.hops if hop.name != "decode"]
     assert sum(in_turn) <= receipt.seconds + 0.001
     assert there["decode"].start + there["decode"].seconds <= receipt.seconds + 0.001
 
 
 def test_only_known_ports_listen(graph: RealGraph) -> None:
-    """By default, on loopback only. See docs/security.md."""
+    """By default, they listen on loopback only (docs/security.md)."""
     found = listeners(graph)
     others = found.pop(("VLLM::EngineCore", "TCP"))
-    assert others <= 2 * 20  # each engine's UCX, its store, and Gloo's connections between ranks
+    assert others <= 2 * 20  # UCX, the store and Gloo of each engine
     assert found == {
         ("frontend", "HTTP"): 1,
         ("frontend", "pages"): 1,

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
 async def complete(graph: RealGraph, case: Case, *, stream: bool, salt: str | None = None) -> Exchange:
-    """Ask for a case. `salt` prevents prefix hits from earlier tests."""
+    """Send a case. `salt` prevents prefix hits from earlier tests."""
     body = case.body(stream=stream) if salt is None else case.body(stream=stream, cache_salt=salt)
     exchange = Exchange(body)
     await LoadClient(graph.url).ask(exchange, 300)
@@ -55,7 +55,7 @@ async def test_tokens_of_parallel_requests(
 
 
 async def all_at_once(graph: RealGraph, cases: list[Case]) -> list[tuple[str, Exchange]]:
-    """Ask for each case at once, whole and streamed. Return names and responses."""
+    """Send all cases at once, each as a stream and not. Return the cases' names and responses."""
     jobs = [(case, stream) for case in cases for stream in (False, True)]
     answers = await asyncio.gather(
         *(complete(graph, case, stream=stream, salt=f"many-{i}") for i, (case, stream) in enumerate(jobs))

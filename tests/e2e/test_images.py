@@ -1,5 +1,5 @@
-"""Images on real engines: the tokens of one vLLM server, whether prompts are prefilled remotely, cached, preempted, or
-lose their worker."""
+"""Prompts with images on real engines: after remote prefill, prefix hits, preemption and the loss of a worker, the
+tokens are still those of one vLLM server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ case("other two", LONG, BLUE, RED)
 case("stream", LONG.replace("1", "5"), BLUE, tokens=400)
 case("grows", LONG.replace("1", "6"), RED, tokens=600)
 case("preempted", LONG.replace("1", "7"), BLUE, tokens=300)
-CASES["preempted"]["messages"][0]["content"].reverse()  # the last blocks of a prompt leave the cache first
+CASES["preempted"]["messages"][0]["content"].reverse()  # image last: a prompt's last blocks are evicted first
 
 
 def body(name: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ REQUESTS = [
 def said(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, list[int]], dict[str, Answer]]:
-    """Tokens by case, and responses by request, of a server that ends before the graph starts."""
+    """Tokens by case, and responses by request, of one vLLM server that ends before the graph starts."""
     with one_vllm(tmp_path_factory.mktemp("vllm"), model) as reference:
         answers = {name: alone(reference.url, Request(name, CHAT, body(name))) for name in CASES}
         tokens = {name: answer.body["choices"][0]["token_ids"] for name, answer in answers.items()}
@@ -121,7 +121,7 @@ def graph(
 
 
 async def ask(graph: RealGraph, *names: str) -> list[Exchange]:
-    """Send the streams together."""
+    """Send these cases as concurrent streams, and check that none fails."""
     asked = [Exchange(body(name) | {"stream": True}) for name in names]
     await asyncio.gather(*(LoadClient(graph.url).ask(each, 300, CHAT) for each in asked))
     assert [each.error for each in asked if each.error] == []
@@ -129,7 +129,7 @@ async def ask(graph: RealGraph, *names: str) -> list[Exchange]:
 
 
 async def test_tokens_equal_those_of_one_server(graph: RealGraph, expected: dict[str, list[int]]) -> None:
-    """One after the other, then together with prefix hits."""
+    """The cases run one after another, then together with prefix hits."""
     names = list(CASES)[:8]
     alike = [name for name in names if "short" not in name]
     assert len({tuple(expected[name]) for name in alike}) == len(alike), "each image changes the tokens"

@@ -24,14 +24,13 @@ CHANCE = random.Random(84)
 OPENINGS = [
     Case(f"user-{user}", [CHANCE.randrange(20, 600) for _ in range(1200 + 64 * user)]) for user in range(8)
 ]
-"""12,000 tokens together."""
+"""11,392 tokens together."""
 BLOCKS = "num-gpu-blocks-override: 140"
 """KV blocks per worker: 4,480 tokens; a request may have 4,096."""
 FRONTEND = "Frontend:\n  max-wait: 600\n"
-"""Seconds: a busy machine must not refuse many requests at once."""
+"""600 s, because a busy machine must not refuse requests that wait."""
 DECODE = f"VllmWorker:\n  {BLOCKS}\n  kv-offload: 20MiB\n  kv-offload-disk: 32MiB\n"
-"""Host memory for 5,120 tokens, of which a request may have 4,096; the disk holds 8,192 in all, five users'
-openings."""
+"""Host memory for 5,120 tokens (a request may have 4,096), and disk for 8,192, five users' openings."""
 PREFILL = f"PrefillWorker:\n  {BLOCKS}\n  kv-offload: 256MiB\n"
 
 
@@ -48,14 +47,15 @@ def offloading(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rounds(vllm_server: Reference) -> list[list[tuple[Case, list[int]]]]:
-    """Two questions of each user, the second after the first response, and a plain engine's outputs."""
+    """Two rounds of prompts, one of each user, with a plain engine's outputs. A user's second prompt continues the
+    first response."""
     found = []
     async with vllm_server.client() as client:
         asked = OPENINGS
         for number in range(2):
             said = [await tokens_of(client, case, cache_salt=f"{number} {case.name}") for case in asked]
             found.append(list(zip(asked, said, strict=True)))
-            asked = [  # more of the user's own history
+            asked = [  # then 40 tokens of the user's own prompt again
                 replace(case, prompt=[*case.prompt, *tokens, *case.prompt[600:640]])
                 for case, tokens in found[-1]
             ]
@@ -81,7 +81,7 @@ def workers(graph: RealGraph) -> list[dict[str, Any]]:
 
 
 def files_on_disk(worker: dict[str, Any], folder: str) -> Iterator[int]:
-    """The engine's open files without a name in this folder."""
+    """Yield descriptors of files that were deleted from this folder and that the engine still has open."""
     for process in psutil.Process(worker["pid"]).children(recursive=True):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             where = os.readlink(link)

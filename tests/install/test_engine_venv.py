@@ -40,13 +40,13 @@ def make_wheel(wheel: Path) -> None:
 
 
 def imported(folder: Path, name: str) -> str:
-    """Return a module's version, without bytecode (-B): it would hide a file of equal size of the same second."""
+    """Return a module's version. -B writes no bytecode, which would hide a new file of the same size and second."""
     command = [str(python_of(folder)), "-B", "-c", f"import {name}; print({name}.version)"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_a_failed_install_continues_where_it_stopped(tmp_path: Path) -> None:
-    """Also over an environment with another lock, or without its Python."""
+    """An environment that has another lock, or has lost its Python, is completed the same way."""
     folder, wheels = (
         tmp_path / "env",
         [tmp_path / f"{name}-py3-none-any.whl" for name in ("a-1", "b-1", "b-2")],
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_a_running_version_keeps_its_files_when_an_upgrade_moves_the_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the engine, and of pdserve: both are looked up by the version's own folder."""
+    """Engine and pdserve are both found by the version's own folder, not by the link."""
     (link := tmp_path / "current").symlink_to("1")
     for version in ("1", "2"):
         (tmp_path / version / "lib/pdserve/cli/setup").mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_a_running_version_keeps_its_files_when_an_upgrade_moves_the_link(
 
 
 def test_pip_settings_apply_in_an_environment_without_pip(tmp_path: Path) -> None:
-    """uv's own settings override them."""
+    """uv's own settings override pip's."""
     index = "https://u:it's@index/simple"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
     env |= {"PIP_FIND_LINKS": f"/a {tmp_path}"}
@@ -227,7 +227,7 @@ async def test_an_install_that_is_killed_leaves_nothing_behind() -> None:
 def test_the_torch_index_is_added_only_if_no_source_has_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If no source answers, the install reports it."""
+    """If no source answers, the index is not added, and the install reports the failure."""
     folder = tmp_path / "env"
     venv.create(folder)
     uv = engine_venv._uv_install(folder)

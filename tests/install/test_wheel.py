@@ -75,7 +75,7 @@ class User:
 
 class HostileFolder:
     """A hostile current folder: modules with names that pdserve, vLLM and Python import, a vLLM plugin, and uv settings
-    that name an index. Each writes its name to `seen` if it is used."""
+    that name an index. An imported module writes its name to `seen`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.seen = folder, folder.with_name("seen")
@@ -104,7 +104,7 @@ class HostileFolder:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an sdist, and of a wheel that was made from it."""
+    """The folder with an sdist and the wheel built from it."""
     folder = tmp_path_factory.mktemp("dist")
     words = ["--quiet", "--no-build-isolation", f"--python={sys.executable}", f"--out-dir={folder}"]
     subprocess.run([UV, "build", *words, str(ROOT)], check=True)
@@ -140,9 +140,9 @@ def test_wheel_and_sdist_have_all_that_a_user_needs_and_no_tests(built: Path) ->
 def test_serve_answers_the_very_first_request_and_runs_no_code_of_the_current_folder(
     user: User, environment: Path
 ) -> None:
-    """With the engine of this environment, the wheel's own pdserve and demo graph, and its default dtype (other tests
-    of real engines use float32, for exact tokens). The policy is set to prefill remotely, because an idle decode worker
-    would compute the prompt."""
+    """The user runs the tests' engine with the wheel's pdserve, demo graph and default dtype. (Other tests of real
+    engines use float32, for exact tokens.) The policy is set to prefill remotely, because an idle decode worker would
+    prefill locally."""
     user.env[ENGINE_VARIABLE] = sys.prefix
     hostile = HostileFolder(user.folder)
     with user.serving() as (url, wait_for):
@@ -161,7 +161,7 @@ def test_serve_answers_the_very_first_request_and_runs_no_code_of_the_current_fo
 
 
 def test_no_command_runs_code_of_the_current_folder(user: User) -> None:
-    """With the engine in another environment, and without an engine."""
+    """Commands run without an engine, then with the engine of another environment."""
     (user.folder / "graph.yaml").write_text(SERVE + WORKERS.format(kv_port=kv_ports(), workers=1))
     hostile = HostileFolder(user.folder)
     assert user.pdserve("init", str(user.home / "graph.yaml")).returncode == 0
@@ -181,7 +181,7 @@ def test_no_command_runs_code_of_the_current_folder(user: User) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_file_for_gpus_is_served_by_simulated_engines_on_any_machine(user: User, environment: Path) -> None:
-    """Without its model, in an environment that lacks what only real engines import."""
+    """The file's model is absent, and the environment lacks packages that only real engines import."""
     (user.folder / "graph.yaml").write_text((ROOT / "configs/disagg.yaml").read_text())
     sources = os.environ | pip_settings(environment)
     user.env |= {name: value for name, value in sources.items() if name.startswith(("PIP_", "UV_", "SSL_"))}
@@ -243,7 +243,7 @@ def test_commands_that_need_an_engine_say_how_to_get_one_and_others_work(user: U
 
 
 def test_the_wheel_writes_examples_and_deployment_files(user: User) -> None:
-    """All files of the checkout, and nothing over another file."""
+    """All files of the checkout are written, and no existing file is overwritten."""
     listed = user.pdserve("init", "--example", "list")
     assert listed.returncode == 2
     for file in (ROOT / "configs").glob("*.yaml"):

@@ -26,7 +26,7 @@ class MemoryServer:
         return found
 
     async def write(self, key: str, value: bytes | None) -> None:
-        """Write or remove a key without a lease; a live client writes its leased keys again."""
+        """Write or remove a key without a lease. Keys that a live client holds by a lease do not change."""
         self._unleased.pop(key, None)
         if value is not None and key not in self.data:
             self._unleased[key] = value
@@ -37,7 +37,7 @@ class MemoryServer:
         await self.notify()
 
     async def up(self, lose_data: bool = False) -> None:
-        """Come back; all live processes register again, as they do with a real server."""
+        """Come back with the leased keys of all live clients, which register again at a real server."""
         self.alive = True
         if lose_data:
             self._unleased.clear()

@@ -54,7 +54,7 @@ def test_a_frontend_with_other_buckets_counts_only_for_rates() -> None:
 
 
 def test_a_short_name_stands_for_one_instance() -> None:
-    """Several of one name: tests/observe/test_problems.py."""
+    """tests/observe/test_problems.py tests instances that share a short name."""
     assert short_names(["decode-1-c", "odd", "decode-1-c"]) == {"decode-1-c": "decode-1", "odd": "odd"}
 
 

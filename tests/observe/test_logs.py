@@ -75,7 +75,7 @@ ODD = f"a\n{FORGED}\r\x1b]0;title\x07\x1b[2J\x9b1m\x7f\0\u2028b"
 @pytest.mark.parametrize("fmt", ["text", "json"])
 @pytest.mark.parametrize("raised", [False, True])
 def test_text_of_a_client_cannot_forge_a_record_or_control_a_terminal(fmt: str, raised: bool) -> None:
-    """Neither in the written line nor in the supervisor's output."""
+    """This holds for the written line and for the supervisor's output."""
     error = (ValueError, ValueError(ODD), None) if raised else None
     said = "refused" if raised else ODD
     record = logging.LogRecord("pdserve.x", logging.WARNING, "x.py", 1, "request r: %s", (said,), error)

@@ -35,7 +35,7 @@ def test_the_table_equals_the_code() -> None:
 
 
 def test_the_values_of_labels_are_documented() -> None:
-    """Only of labels with fixed values, not of names of models, keys or processes."""
+    """Labels whose values are names (of models, keys or processes) are left out."""
     names = {"model", "key", "code", "instance", "source", "slot", "host", "task", "worker", "folder"}
     for name, (_, labels, meaning) in METRICS.items():
         for label in labels - names:

@@ -60,7 +60,7 @@ async def test_pages_are_503_while_the_event_loop_hangs(monkeypatch: pytest.Monk
 async def test_probes_are_answered_at_an_address_that_other_machines_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A kubelet uses the pod's address. (On loopback, a web page could use a foreign host name.)"""
+    """A kubelet may send any host name. (On loopback, foreign names are refused, because of DNS rebinding.)"""
     monkeypatch.setattr(process_pages, "is_loopback", lambda host: False)
     wrong = {"fault": "", "unready": "it drains"}
     with serve_pages("127.0.0.1") as page:

@@ -225,7 +225,7 @@ def test_a_process_is_in_one_state() -> None:
     assert node(state(), "decode-0").state == "ready"
     assert node(state(), "decode-0").seconds == 1000
     assert node(state(slots=[KILLED], silent=("decode-1-d1",)), "decode-1").state == "waiting to restart"
-    assert node(state(slots=[KILLED]), "decode-1").state == "ready"  # it answers: the registry is behind
+    assert node(state(slots=[KILLED]), "decode-1").state == "ready"  # it answers: its record is old
     for silent in (state(silent=("decode-1-d1",)), state(instances=WITHOUT_1)):
         hangs = node(silent, "decode-1")  # the supervisor's record is from before the hang
         assert (hangs.state, hangs.why, hangs.seconds) == ("does not answer", "", None)

@@ -32,7 +32,8 @@ def documented(heading: str) -> Mapping[str, str]:
 
 
 def is_documented(span: Exported) -> bool:
-    """Whether the page has the span and its events. Asserts that it has their attributes."""
+    """Whether docs/traces.md lists the span and the span's events. Asserts that it lists the attributes of all of
+    them."""
     name = ROUTE if span.name.startswith("POST /") else span.name
     where = {key: row.split(" | ")[0] for key, row in documented("Attributes").items()}
     told = [(name, key) for key in span.attributes]
@@ -106,7 +107,7 @@ async def test_each_way_of_losing_spans_is_logged_once(
     url = "http://127.0.0.1:9" if broken == "away" else collector.url
     if broken == "hangs":
         collector.answers.clear()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")  # longer than the end may take
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")  # longer than closing the tracer may take
     elif broken != "away":
         collector.status = int(broken)
     async with Tracer().exporting(f"{url}/v1/traces", "pdserve-decode", "decode-0") as tracer:

@@ -19,7 +19,7 @@ EXAMPLES = {
     "local": ("decode-0 prefill-0 frontend-0", ""),
     "secure": ("decode-0 frontend-0", "keys.yaml|server.pem"),
 }
-"""File -> its processes, and the files that are missing."""
+"""Example -> its processes, and a pattern of the missing files that its problems name."""
 
 
 def test_every_example_is_here() -> None:

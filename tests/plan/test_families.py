@@ -1,4 +1,4 @@
-"""Explanations and problems of the plan for model families, by published config.json files without weights."""
+"""What the plan explains and refuses of model families, read from published config.json files without weights."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ FAMILIES = {
     "LFM2-1.2B": ("Hybrid: layers of conv", "", STATE),
     "falcon-mamba-7b": ("", "", "have a state and no attention"),
 }
-"""Folder -> words of the explanation, and the beginning of a problem."""
+"""Folder -> two parts of the explanation, and a part of the problem (empty: no problem)."""
 
 
 def planned(tmp_path: Path, family: str, keys: str = "", remote: str = "true") -> Plan:

@@ -74,7 +74,7 @@ def local(*changes: tuple[str, str]) -> str:
 
 
 def decode(keys: str) -> str:
-    """Return `LOCAL` with these keys of the decode worker."""
+    """Return `LOCAL` with these keys added to the decode worker."""
     return local(("remote-prefill: true", f"remote-prefill: true\n  {keys}"))
 
 
@@ -233,7 +233,7 @@ def test_workers_listen_on_the_hosts_device_alone(
 
 
 def test_a_role_that_runs_alone_counts_fixed_ports_by_its_index(tmp_path: Path) -> None:
-    """So that probes and firewalls of a host do not depend on the rest of the graph."""
+    """A host's probes and firewall therefore do not depend on the graph's other roles."""
     ports = "Graph: {pages-port: 9100, stream-port: 9200}\n" + LOCAL
     together = plan(tmp_path, ports, machine())
     assert [slot.pages_port for slot in together.slots] == [9100, 9101, 9102, 9103, 9104]
@@ -419,7 +419,7 @@ def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path) -> None:
 
 
 def big(tmp_path: Path, config: Mapping[str, object], tensor: int = 1, keys: str = "") -> str:
-    """A graph of two workers with a model folder of config and weights' index only."""
+    """Return a graph of two workers. Its model folder has only config.json and the index of the weights."""
     size = MIXTRAL_BYTES * int(str(config["num_hidden_layers"])) // 32
     folder = without_weights(tmp_path / "big", config, size)
     worker = f"model: {folder}, tensor-parallel-size: {tensor}, max-model-len: 4096{keys}"
@@ -492,7 +492,7 @@ def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: P
 
 @pytest.mark.parametrize(("tensor", "fits"), [(16, True), (12, False)])
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path, tensor: int, fits: bool) -> None:
-    """12 ranks divide 48 heads, but not 8 KV heads, which cannot be split."""
+    """12 divides 48 heads, but is neither a divisor nor a multiple of 8 KV heads."""
     text = big(tmp_path, MIXTRAL | {"num_attention_heads": 48, "head_dim": 128}, tensor)
     problems = plan(tmp_path, text, what_if("32xH100", machine())).problems
     assert any("does not divide" in problem for problem in problems) is not fits
@@ -519,7 +519,8 @@ NO_ENGINE = dataclasses.replace(machine(), build="")
 
 
 def test_a_frontend_that_runs_alone_may_have_any_number(tmp_path: Path) -> None:
-    """So that an upgrade starts its successor beside it. A worker needs its part of the machine."""
+    """An upgrade can start a frontend's successor beside it. Workers are limited to the planned number, because each
+    needs its part of the machine."""
     text = "Graph: {pages-port: 9100}\n" + LOCAL
     (found,) = plan(tmp_path, text, machine(), {Role.FRONTEND}, 7).slots
     assert (found.name, found.pages_port) == ("frontend-7", 9107)
@@ -557,7 +558,7 @@ def test_a_folder_for_batches_that_cannot_be_written_is_named(
 
 @pytest.fixture
 def as_nobody() -> Iterator[Path]:
-    """A folder of another user than root, who may enter every folder, and the test runs as that user."""
+    """Run the test as a user other than root, because root may enter every folder; yield a folder of that user."""
     root = os.geteuid() == 0
     with TemporaryDirectory() as folder:
         os.chown(folder, 65534 if root else -1, -1)
@@ -569,7 +570,7 @@ def as_nobody() -> Iterator[Path]:
 
 
 def test_a_model_below_a_folder_that_this_user_may_not_enter(as_nobody: Path) -> None:
-    """As /home under systemd's ProtectHome."""
+    """systemd's ProtectHome makes /home such a folder."""
     (home := as_nobody / "home").mkdir()
     text = LOCAL.replace("demo", f"{home}/ann/model")
     (problem,) = plan(as_nobody, text, machine()).problems

@@ -53,7 +53,7 @@ async def watched(engine: SimEngine, seconds: float) -> bool:
 async def test_a_hung_engine_is_dead_and_a_short_pause_is_not(
     engine: SimEngine,
 ) -> None:
-    """Also without requests."""
+    """The engine has no requests."""
     engine.faults.going.clear()
     asyncio.get_running_loop().call_later(0.1, engine.faults.going.set)
     assert await watched(engine, 0.5)

@@ -143,7 +143,8 @@ async def test_the_phases_of_a_service_run_in_order() -> None:
 async def test_a_dead_engine_is_reported_while_connections_are_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Meanwhile probes show the fault, and the heartbeats to the process above a lone role stop."""
+    """Until the report is done, probes show the
+    fault, and a standalone role sends no heartbeats to its parent process."""
     monkeypatch.setattr(life, "BEAT", 0.001)
     dies, beats = asyncio.Event(), list[bytes]()
 
@@ -229,7 +230,7 @@ raise SystemExit(life.run(config(), Slot(Role.DECODE, 0)))
 
 
 def test_a_failed_process_does_not_wait_for_threads_or_change_its_exit_code() -> None:
-    """Late signals change neither."""
+    """Signals that arrive after the failure do not change this."""
     process = subprocess.Popen([sys.executable, "-c", FAIL], stderr=subprocess.PIPE, text=True)
     with process:
         assert process.stderr is not None
@@ -250,8 +251,8 @@ def test_a_closed_terminal_does_not_stop_a_process_under_nohup() -> None:
 async def test_only_another_signal_of_the_same_sender_ends_a_drain(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """uvloop sometimes delivers a signal twice, and the guardian signals again if the supervisor died during its stop.
-    Neither may end running requests."""
+    """uvloop sometimes delivers a signal twice, and the guardian signals again if the supervisor dies while it stops
+    the graph. Neither may end running requests."""
     monkeypatch.setattr(signals, "SAME_STOP", 60.0)
     caplog.set_level(logging.INFO)
     service = Draining()

@@ -1,4 +1,4 @@
-"""Workers that span hosts: how leader and followers meet, and end when the other is lost."""
+"""How the leader and followers of a worker that spans hosts meet, and that the loss of one ends the others."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -146,7 +146,7 @@ def test_defaults_of_a_host_are_not_compared() -> None:
 
 
 async def test_a_lost_leader_ends_its_followers_also_while_their_engine_starts(server: MemoryServer) -> None:
-    """A lost follower ends its leader: tests/e2e/test_spans_hosts.py."""
+    """tests/e2e/test_spans_hosts.py tests that a lost follower ends its leader."""
     leader, follower = leading(server), following(server)
     async with living(leader, follower):
         await all_met(leader, follower)

@@ -36,7 +36,7 @@ def test_the_generation_of_a_card(own: ModelCard, registered: list[ModelCard], e
 
 
 async def test_a_frontend_announces_itself_during_an_outage_of_the_registry() -> None:
-    """It was never a newcomer, so that no such key is deleted."""
+    """A frontend is no newcomer, so it does not wait for etcd to delete a newcomer's key."""
     server = MemoryServer()
     async with MemoryRegistry(server, "t") as registry, MemoryRegistry(server, "t") as other:
         mine = Presence(registry, Instance("frontend-0", Role.FRONTEND), None)

@@ -65,7 +65,7 @@ def alone(tmp_path: Path, nats_url: str, etcd_url: str, namespace: str) -> Alone
 
 
 async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
-    """Meanwhile it imports vLLM, in a thread that cannot be stopped, and a client has a connection."""
+    """At that time, the frontend imports vLLM in a thread that cannot be stopped, and a client is connected."""
     async with alone.view() as view:
         with Terminal(alone.command(Role.FRONTEND), alone.env) as terminal:
             await until(lambda: bool(view.instances(Role.FRONTEND)), 90)
@@ -143,11 +143,11 @@ async def test_a_signal_during_the_start_ends_a_role_with_exit_code_0(alone: Alo
 
 
 def _children(pid: int) -> list[int]:
-    """Return the pid of the role, a child of this process."""
+    """Return the pids of this process's children: the role."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _handles(pid: int) -> bool:
-    """Whether our signal handlers are set; the last is for SIGHUP."""
+    """Whether the role has set its signal handlers, of which SIGHUP's is the last."""
     caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
     return bool(int(caught, 16) >> (signal.SIGHUP - 1) & 1)

@@ -123,7 +123,7 @@ class Following:
 
 @asynccontextmanager
 async def following(registry: Registry, prefix: str = "") -> AsyncIterator[Following]:
-    """Follow a prefix in the background. Entering returns when its present state has been read."""
+    """Follow a prefix in the background. Entering waits until the prefix's present keys have been read."""
     followed = Following()
     task = asyncio.create_task(followed.follow(registry, prefix))
     try:

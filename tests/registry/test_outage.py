@@ -56,7 +56,7 @@ async def test_keys_survive_an_outage(
         await outage.up(lose_data=lose_data)
         expected = {"kept": b"1", "changed": b"3", "new": b"1"}
         await seen.until(expected)
-        await until(lambda: first.connected)  # others may see its last write before its answer arrives
+        await until(lambda: first.connected)  # etcd may not have answered the last write yet
         assert await other.read("") == expected
         assert Change("kept", None) not in seen.changes  # no kept key was seen to vanish
         assert await other.create("created", b"3")
@@ -133,7 +133,7 @@ async def test_a_key_that_another_client_writes_without_its_lease_is_leased_agai
         await first.put("a", b"1")
         await seen.until({"a": b"1"})
         await other.put("a", b"1", leased=False)
-        await until(lambda: len(seen.changes) == 3)  # the third change is the first process's
+        await until(lambda: len(seen.changes) == 3)  # `first` writes the third change, with its lease
         await first.__aexit__(None, None, None)
         await seen.until({})
 

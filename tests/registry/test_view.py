@@ -38,7 +38,7 @@ async def test_the_view_follows_changes(stage: Stage) -> None:
 
 
 async def test_a_lost_worker_is_reported(stage: Stage) -> None:
-    """A worker that drained is not, nor is a lost one after its return."""
+    """A drained worker is not reported, nor is a lost one that has returned."""
     async with stage.registry() as registry, RegistryView(registry) as view:
         for instance in (DECODE, PREFILL, FRONTEND):
             await registry.put(keys.instance(instance), encode_record(instance))
@@ -53,7 +53,7 @@ async def test_a_lost_worker_is_reported(stage: Stage) -> None:
 
 
 async def test_a_lost_worker_is_reported_until_another_replaces_it() -> None:
-    """The other may be on another host, as a pod is. A worker that was registered before replaces none."""
+    """The replacement may be on another host, as a pod may be. A worker that was already registered replaces none."""
     server = MemoryServer()
     workers = [replace(DECODE, id=f"decode-0-{name}", host=name) for name in "abc"]
 

@@ -1,4 +1,5 @@
-"""Failures of background tasks are logged, counted and retried. (`test_house.py`: each has an owner.)"""
+"""Failures of background tasks are logged, counted and retried. (`test_house.py` checks that each task has an
+owner.)"""
 
 import asyncio
 import logging
@@ -30,6 +31,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Each type of error is logged once."""
     runs = 0
 
     async def work() -> None:
@@ -59,6 +61,7 @@ async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.Lo
 
 
 async def test_work_until_done_ends_on_return_or_a_dead_engine() -> None:
+    """A dead engine also ends work without `until_done`."""
     errors = [KeyError("not expected")]
 
     async def work() -> None:
@@ -75,7 +78,7 @@ async def test_work_until_done_ends_on_return_or_a_dead_engine() -> None:
 
 
 async def test_a_dead_engine_inside_an_exception_group_is_raised() -> None:
-    """Also inside `isolate_errors`."""
+    """`isolate_errors` around the group lets it pass."""
 
     async def dead() -> None:
         raise EngineDead("dead")

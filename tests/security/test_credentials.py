@@ -111,7 +111,7 @@ def test_an_invalid_host_name_is_refused(tmp_path: Path) -> None:
 
 
 async def test_nats_starts_as_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its largest message is that of the servers that `serve` starts."""
+    """The started NATS accepts messages as large as a NATS of `serve` does."""
     make_credentials(tmp_path / "secrets")
     text = capsys.readouterr().out.replace("\\\n", "")
     said = [line.split("  #")[0].strip() for line in text.splitlines()]

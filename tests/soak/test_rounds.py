@@ -25,7 +25,7 @@ SAMPLES = 20
 
 
 def series(**growth: float) -> list[UsageSnapshot]:
-    """Samples in which `frontend_0` grows by so many of each count in every round."""
+    """Samples in which each count of `growth` rises by its value per round in `frontend-0`."""
     return [
         {
             "frontend-0": replace(

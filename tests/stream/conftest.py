@@ -54,7 +54,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notice a silence of one second, also on a machine on which this process stalls now and then."""
+    """Send heartbeats every 0.25 s, so that tests can use a silence timeout of 1 s on a machine where processes
+    stall."""
     monkeypatch.setattr(framing, "HEARTBEAT_INTERVAL", 0.25)
 
 

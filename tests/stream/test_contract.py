@@ -13,7 +13,7 @@ from tests.stream.conftest import Wire
 
 
 async def test_messages_keep_their_order_both_ways(wire: Wire) -> None:
-    """Also messages that come before their delivery begins."""
+    """This includes messages that arrive before `deliver` is called."""
     taken: list[ToFrontend] = []
     async with wire.server() as server, wire.client(server.address, "frontend-0-a") as client:
         received = server.received()

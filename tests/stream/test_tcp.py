@@ -24,7 +24,7 @@ from tests.tcp import tcp_server
 from tests.test_malformed import GARBAGE
 
 TLS = pytest.mark.parametrize("wire", ["tls"], indirect=True)
-"""for tests that take seconds and do not depend on TLS"""
+"""Runs a test with TLS alone, because it takes seconds and does not depend on TLS."""
 
 
 # networks
@@ -65,7 +65,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_a_damaged_frame_is_not_read(wire: Wire, damage: str) -> None:
-    """Nor is the next intact frame, because one before it may be lost."""
+    """The next intact frame is not read either, because one before it may be lost."""
     async with wire.server() as server, relay(server.address) as way, wire.client(way.address, "f") as client:
         received = server.received()
         await client.send(Cancel(["first"]))
@@ -96,7 +96,7 @@ async def test_a_worker_of_the_last_release_gets_no_checksums() -> None:
 
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_silent_frontend_is_disconnected(wire: Wire) -> None:
-    """Also after another frontend has left."""
+    """Before, another frontend has connected and left."""
     async with wire.server(silence=0.3) as server:
         received = server.received()
         async with wire.raw(server.address) as gone:
@@ -371,7 +371,7 @@ async def _saying(wire: Wire, answer: bytes) -> AsyncIterator[str]:
 async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
     wire: Wire, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A greeting with a name is a client's: the client has connected to itself."""
+    """If the answer has a name, it is a client's greeting: the client has connected to itself."""
     monkeypatch.setattr(tcp, "CONNECT_TIMEOUT", 0.5)
     async with _saying(wire, answer) as address:
         with pytest.raises(PeerGone):
@@ -411,7 +411,7 @@ async def test_a_process_whose_tasks_are_cancelled_leaves_nothing(wire: Wire) ->
 
 
 async def test_connections_that_come_while_a_worker_leaves_are_closed(wire: Wire) -> None:
-    """Otherwise frontends that the kernel accepted would wait for heartbeats."""
+    """Otherwise frontends whose connections the kernel has accepted would wait for heartbeats."""
     for turns in range(8):
         async with wire.server() as server:
             port = int(server.address.rpartition(":")[2])

@@ -35,7 +35,7 @@ async def test_a_frontend_of_no_or_another_graph_is_refused(
     context: Callable[[Credentials], ssl.SSLContext],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """TLS 1.3 lets a client send before the server has read its certificate."""
+    """TLS 1.3 lets a client send before the server has read the client's certificate."""
     async with TcpStreamServer(HOST, credentials) as server:
         received = asyncio.ensure_future(anext(server.received()))
         with suppress(ssl.SSLError, ConnectionError):
@@ -69,7 +69,7 @@ async def test_a_worker_of_another_graph_gets_nothing(
 async def test_plain_and_tls_ends_refuse_each_other(
     credentials: Credentials, server_has: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the address's scheme, and also if the scheme is wrong."""
+    """The address's scheme already prevents the connection; with a wrong scheme, the handshake fails."""
     caplog.set_level("INFO")
     of_server, of_client = (credentials, None) if server_has else (None, credentials)
     async with TcpStreamServer(HOST, of_server) as server:
@@ -93,6 +93,7 @@ async def test_plain_and_tls_ends_refuse_each_other(
 async def test_connections_that_do_not_finish_tls_are_ended(
     credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`finished` completes the handshake and sends no greeting."""
     monkeypatch.setattr(tcp, "GREETING_TIMEOUT", 1.0)
     hello = client_hello(credentials)
     async with (
@@ -136,7 +137,7 @@ async def test_bytes_of_any_kind_end_only_their_connection(credentials: Credenti
 
 
 async def test_damaged_bytes_end_a_tls_connection(credentials: Credentials) -> None:
-    """No message is read from them."""
+    """No message is read from the damaged bytes."""
     async with (
         TcpStreamServer(HOST, credentials) as server,
         TcpStreamClient(server.address, "f", credentials) as client,
@@ -153,7 +154,7 @@ async def test_damaged_bytes_end_a_tls_connection(credentials: Credentials) -> N
 
 
 async def test_a_frontend_that_ends_tls_is_gone(credentials: Credentials) -> None:
-    """Even if it leaves its connection open."""
+    """This holds even if it leaves the TCP connection open."""
     context = credentials.client_context()
     received, unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(received, unsent)

@@ -63,7 +63,7 @@ class Graph:
         self._specs, self._policy, self._patience = specs, policy, patience
         self._registry = MemoryRegistry(MemoryServer())
         self._registrations: dict[int, str] = {}
-        """pid -> registry key, which no process writes again"""
+        """pid -> registry key; a deleted key is not written again"""
 
     async def __aenter__(self) -> "Graph":
         async with contextlib.AsyncExitStack() as stack:

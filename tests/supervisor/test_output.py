@@ -124,7 +124,7 @@ async def test_an_unread_terminal_does_not_block_processes(tmp_path: Path) -> No
 
 
 def test_a_removed_renamed_or_truncated_log_file_is_continued(tmp_path: Path) -> None:
-    """Like logrotate, with and without `copytruncate`."""
+    """logrotate renames a log file or, with `copytruncate`, truncates it."""
     folder = tmp_path / "logs"
     path, renamed = folder / "decode-0.log", folder / "decode-0.log.old"
     file = LogFile(path, pytest.fail)

@@ -76,7 +76,7 @@ SOCKET = f"""
 
 
 async def test_sockets_of_a_killed_engine_are_removed_before_its_restart(tmp_path: Path) -> None:
-    """Sockets of other roles stay until their end."""
+    """Sockets of other roles stay until those roles end."""
     with TemporaryDirectory(dir="/tmp") as short:
         specs = [fake(SOCKET, index=index, VLLM_RPC_BASE_PATH=short) for index in range(2)]
         async with Graph(tmp_path, *specs) as graph:
@@ -116,7 +116,7 @@ async def test_an_error_while_handling_a_role_does_not_end_the_graph(
         with monkeypatch.context() as patch:
             if part == "start":
                 patch.setattr("pdserve.supervisor.roles.Child", fail)
-            elif part == "end":  # as without free file descriptors
+            elif part == "end":  # as if no file descriptor were free
                 patch.setattr("pdserve.supervisor.processes.child.end_group", fail)
             else:
                 patch.setattr(graph.supervisor._instances, "remove", fail)
@@ -204,7 +204,7 @@ async def test_a_role_that_does_not_stop_is_killed(tmp_path: Path, stops: int, p
 
 
 async def test_the_signals_of_one_stop_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`timeout` and a closed terminal send several signals. Counted twice, they would kill requests."""
+    """`timeout` and a closed terminal send several signals. Two counted stops would end running requests."""
     stops: list[str] = []
     _on_stop_signals(partial(stops.append, "stop"))
     for apart, number, counted in (
@@ -228,7 +228,7 @@ async def test_a_stop_ends_the_wait_for_a_restart(tmp_path: Path, caplog: pytest
 
 
 def _pids_by_role(graph: Graph) -> tuple[int, int]:
-    """(decode-0, prefill-0)"""
+    """Return the pids of decode-0 and prefill-0."""
     words = (line.split() for line in graph.text.splitlines() if " up " in line)
     found = {each[2]: int(each[-2]) for each in words}
     return found["decode-0"], found["prefill-0"]

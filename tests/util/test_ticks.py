@@ -20,7 +20,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (10.4, 1.0, 0.9),
         (10.4, 0.5, 0.4),
         (10.4, 2.0, 1.9),
-        (10.25, 1.0, 1.05),  # an early timer, whose tick is this one
+        (10.25, 1.0, 1.05),  # the timer was early: the tick at 10.3 is skipped
     ],
 )
 def test_ticks_of_all_intervals_are_the_same_moments(

@@ -1,5 +1,5 @@
-"""A rolling upgrade under load. Roles of another build start without `serve`, on one NATS and etcd. One by one they are
-replaced by roles of this checkout, as on hosts that are upgraded in turn. Every answer is compared, token for token.
+"""A rolling upgrade under load. Roles of one build start without `serve`, on one NATS and etcd. One by one they are
+replaced by roles of the next build, as on hosts that are upgraded in turn. Every answer is compared, token for token.
 
 Workers end before their successors start, because there is no second GPU for them. A frontend ends after its clients
 move to its successor, as behind a load balancer.
@@ -48,7 +48,8 @@ SimModel.next_token = lambda self, context, salt=0: (
     self.first_token + zlib.crc32(struct.pack(f"<{len(context) + 1}q", *context, salt)) % self.tokens
 )
 """
-"""tokens of newer simulated engines, because both builds must serve one model"""
+"""Code added to the build `FIRST`: its simulated engines generate the tokens of newer ones, because both builds must
+serve one model."""
 SETTLE = 40.0
 """seconds until all KV must be free: above a KV lease (30 s)"""
 
@@ -81,7 +82,7 @@ class Rolled:
     """by slot"""
 
     async def start(self, role: Role, index: int, build: Path) -> None:
-        """Return when it is registered. Raises ConfigError and Unavailable."""
+        """Start a role, and return when it is registered. Raises ConfigError and Unavailable."""
         name = f"{role.value}-{index}"
         run = ServerRun(
             [*PDSERVE, role.value, "-f", str(self.folder / f"{index}.yaml"), "--index", str(index)],
@@ -100,7 +101,7 @@ class Rolled:
         await run.until(registered, self.say)
 
     async def end(self, role: Role, index: int) -> None:
-        """Let it drain. Raises Unavailable if its exit code is not 0."""
+        """Stop a role by a drain. Raises Unavailable if its exit code is not 0."""
         run = self.running.pop(f"{role.value}-{index}")
         run.process.terminate()
         if code := await wait_for_exit(run.process):
@@ -115,8 +116,9 @@ class Rolled:
         await asyncio.gather(*(self.start(*slot, build) for slot in [(Role.FRONTEND, 0), *slots]))
 
     async def replace(self, build: Path, load: JudgedLoad) -> None:
-        """Bring this build to all slots in turn, and wait for a remote prefill after each but the last prefill worker,
-        because newer decode workers read nothing from the last release's prefill workers (`records.MIN_KV_WIRE`)."""
+        """Replace the processes of all slots in turn by this build. After each, wait for a remote prefill, except after
+        the last prefill worker, because newer decode workers read no KV from the last release's prefill workers
+        (`records.MIN_KV_WIRE`)."""
         for role, count in WORKERS.items():
             for index in range(count):
                 await self.end(role, index)

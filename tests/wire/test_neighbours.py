@@ -1,5 +1,5 @@
-"""This build and the last release, which is kept beside this file, understand each other. During an upgrade both run on
-one NATS and etcd (docs/decisions/0072-neighbours.md)."""
+"""This build and the last release, whose messages are kept beside this file, understand each other. During an upgrade
+both run on one NATS and etcd (docs/decisions/0072-neighbours.md)."""
 
 import asyncio
 import json
@@ -31,8 +31,9 @@ DROPPED: frozenset[str] = frozenset(
 """`Message.field`, kinds of messages and names that the last release has but does not need. This build lacks them, and
 its WIRE is one higher. Empty after each release."""
 ASKED_FOR: dict[str, str] = {}
-"""kind of message that the last release does not know -> the field of `Hello` or `Instance` by which its sender sees
-that the receiver reads it, because a frontend of 0.1.0 closes a connection with an unknown kind; others skip it"""
+"""Kind of message that the last release does not know -> field of `Hello` or `Instance` by which a process says that it
+reads this kind. The message is not sent to other processes, because a frontend of 0.1.0 closes the connection at an
+unknown kind."""
 
 ADVICE = f"""
 {KEPT.name} is the last release, and both builds run beside each other during an upgrade. So:

@@ -1,4 +1,4 @@
-"""Judgements of requests, by tables."""
+"""How chaos judges a request's tokens, error and pauses."""
 
 import pytest
 from pdserve_bench.chaos.judge import Judgement, first_difference, judge, too_long, trace
@@ -33,8 +33,8 @@ def test_judge(tokens: list[int], error: str, hung: bool, result: Judgement) -> 
     [
         ([10.5, 10.6, 10.7], 10.7, 0.5),  # until the first token
         ([10.1, 12.1, 12.2], 12.2, 2.0),  # in the middle
-        ([], 13.0, 3.0),  # nothing ever came
-        ([10.1, 10.2], 19.0, 0.1),  # all tokens had come
+        ([], 13.0, 3.0),  # no token came
+        ([10.1, 10.2], 19.0, 0.1),  # all tokens had come before the end
     ],
 )
 def test_longest_pause(arrivals: list[float], ended: float, pause: float) -> None:

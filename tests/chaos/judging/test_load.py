@@ -66,7 +66,8 @@ async def test_responses_are_judged(kind: str, result: Judgement, error: str) ->
 
 
 async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
-    """All requests break: some on the killed frontend's connections, one on a living one's, two long after."""
+    """All requests break: some with the killed frontend, one on a living frontend's connection, and two that began or
+    ended long after the kill."""
     async with _server("hangs") as url, JudgedLoad(url, "demo", _cases(), 5, 0.2) as load:
         await load.until(lambda attempt: True, 5)
     for attempt in load.done:

@@ -1,4 +1,4 @@
-"""Rows of judged requests, the verdict and how both are shown, by tables."""
+"""The scorecard: rows of judged requests, the verdict, and how both are printed."""
 
 import json
 from dataclasses import replace

@@ -213,7 +213,7 @@ async def test_a_server_does_not_start_on_its_damaged_files(
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    """A complete graph without processes."""
+    """The scene of a fault in a graph without processes."""
     async with MemoryRegistry(MemoryServer()) as registry:
         watch, load = GraphWatch(), JudgedLoad("", "demo", iter(()), 1, 1)
         watch.registry = registry

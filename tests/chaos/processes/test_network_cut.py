@@ -1,4 +1,4 @@
-"""Network cuts on real sockets: silent both ways for old and new connections, then healed."""
+"""Network cuts on real sockets: old and new connections pass no data either way until the cut ends."""
 
 import socket
 import subprocess

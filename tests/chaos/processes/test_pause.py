@@ -1,4 +1,4 @@
-"""A process whose monotonic clock stands still misses that time, and its waits keep their length."""
+"""Setting back a process's monotonic clock, as if it had stood still, does not change how long the process waits."""
 
 import os
 import shutil

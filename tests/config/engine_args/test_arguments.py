@@ -47,6 +47,7 @@ def test_values_that_vllm_takes(name: str, value: object, parsed: object) -> Non
     ],
 )
 def test_values_that_vllm_refuses(name: str, value: object, problem: str) -> None:
+    """pdserve refuses them in its own words, before vLLM starts."""
     with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
         parse(name, value)
 

@@ -79,7 +79,7 @@ def test_keys_without_a_meaning_are_noted_and_change_nothing(tmp_path: Path) -> 
         "Planner",
     ):
         assert f": {key} has no meaning here: " in said
-    assert len(config.notes) == 9 + 1  # 1: the connector
+    assert len(config.notes) == 9 + 1  # one more: the note about the connector
     assert not make_plan(config, machine(*[("A10", 24)] * 3), env={}).problems
 
 

@@ -87,7 +87,7 @@ def line(process: "subprocess.Popen[str]") -> list[str]:
 
 
 def test_paths_of_sockets_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with long paths of state directory and temporary folder, and without a state directory."""
+    """The paths of state directory and temporary folder may be long, and the state directory may be missing."""
     with TemporaryDirectory(dir="/tmp") as short:
         long = Path(short, "a-long-name" * 5)
         long.mkdir()
@@ -106,7 +106,7 @@ def test_paths_of_sockets_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_the_role_gets_one_signal_for_ctrl_c() -> None:
-    """The terminal sends it to role and parent."""
+    """The terminal sends SIGINT to role and parent."""
     with Terminal([sys.executable, "-c", HEAD + ENDS + TAIL], _environment()) as terminal:
         await asyncio.to_thread(terminal.until, "role ")
         terminal.type("\x03")

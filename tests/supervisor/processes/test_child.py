@@ -26,7 +26,7 @@ async def run(script: str, **env: str) -> tuple[Exit, list[str]]:
 
 
 async def test_every_line_of_both_streams_comes_in_order() -> None:
-    """Also progress bars, bytes that are no text, long and unfinished lines."""
+    """Lines may be progress bars, not UTF-8, very long or unfinished."""
     end, lines = await run(r"""
         import sys
         for i in range(300):
@@ -90,7 +90,7 @@ def foreign_memory() -> Iterator[None]:
     "noted", [True, False], ids=["all killed at once", "its tracker and its leader killed"]
 )
 async def test_the_group_and_shared_memory_of_a_child_end_with_it(noted: bool) -> None:
-    """Its names are read from the child's processes, so that memory of other programs remains."""
+    """The segments are found by the child's processes, so that memory of other programs remains."""
     lines: list[str] = []
     child = start(fake(FORKED), lines.append)
     await until(lambda: len(lines) == 3)

@@ -1,5 +1,5 @@
-"""Nothing that a killed supervisor started may be left. (With a real graph under load, and with a killed guardian:
-chaos, `serve-kill` and `serve-guardian-kill`.)"""
+"""Nothing that a killed supervisor started may be left. (Chaos tests this with a real graph under load, as
+`serve-kill`, and with a killed guardian, as `serve-guardian-kill`.)"""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ WAITS = "trap 'touch $0/told' TERM; touch $0/up; until [ -e $0/go ]; do sleep 0.
 
 
 def _role(folder: Path) -> "subprocess.Popen[bytes]":
-    """Start a role that ends after SIGTERM and a file `go`."""
+    """Start a role that records SIGTERM in a file `told` and ends when there is a file `go`."""
     folder.mkdir()
     return _process("bash", "-c", WAITS, str(folder))
 
@@ -54,8 +54,8 @@ async def test_the_successor_of_a_killed_guardian_knows_the_graph() -> None:
 
 
 def test_leftovers_of_a_killed_guardian_are_stopped_by_the_next_graph(tmp_path: Path) -> None:
-    """It spares processes of another graph, and of a running graph of whose folder this one is a copy. It waits for a
-    live guardian, which keeps the lock while it stops them itself."""
+    """The next graph spares processes of other graphs, also of a running graph from whose state directory its own was
+    copied. It first waits for a live guardian, which holds the lock while it stops the leftovers itself."""
     with state.locked(tmp_path) as folder:
         ours, stranger = _process("sleep", "600", run=folder.run), _process("sleep", "600", run="another")
         of_the_folder = (tmp_path / "lock").read_text()
@@ -89,8 +89,8 @@ async def test_a_wave_is_stopped_after_the_one_before_has_ended(tmp_path: Path) 
 
 
 def test_a_process_with_a_reused_pid_is_not_stopped(tmp_path: Path) -> None:
-    """A worker may end by itself while the frontends, which are stopped before it, still drain. In a pid namespace, so
-    that no other process takes the pid."""
+    """A worker may end by itself while the frontends, which are stopped first, still drain. The test uses a pid
+    namespace, so that no unrelated process takes the pid."""
     code = "import asyncio, pathlib, sys; from tests.supervisor.processes import test_killed as tests; "
     code += "asyncio.run(tests.stop_beside_a_stranger(pathlib.Path(sys.argv[1])))"
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", code]

@@ -54,7 +54,7 @@ async def test_remove_deletes_only_the_instance_and_its_card(registry: Registry)
 async def test_an_instance_counts_as_missing_only_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A drain may last `leaving` seconds more, unregistered."""
+    """A draining process may run for `leaving` seconds after it has removed its record."""
     monkeypatch.setattr(readiness, "CHECK_INTERVAL", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.05)
     server = MemoryServer()
@@ -66,7 +66,7 @@ async def test_an_instance_counts_as_missing_only_after_a_while(
         await holds(lambda: not waiting.done(), 0.2)
         await server.down()  # an outage does not count
         await holds(lambda: not waiting.done(), 0.2)
-        await server.up(lose_data=True)  # it registers again
+        await server.up(lose_data=True)  # the worker registers again
         await holds(lambda: not waiting.done(), 0.2)
         await server.kill(theirs)
         assert await asyncio.wait_for(waiting, 30) >= 0.1

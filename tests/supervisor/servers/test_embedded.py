@@ -54,7 +54,7 @@ async def test_the_error_of_an_etcd_without_disk_space_has_no_stack(tmp_path: Pa
 async def test_damaged_data_do_not_prevent_a_start(
     tmp_path: Path, credentials: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither at the start of `serve` nor at a restart; etcd gets the keys without a lease back."""
+    """This holds at the start of `serve` and at a restart; etcd gets its keys without a lease back."""
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path)
     for kind in (EmbeddedNats, EmbeddedEtcd):
         async with kind(tmp_path, credentials=credentials) as server:
@@ -79,7 +79,7 @@ async def test_damaged_data_do_not_prevent_a_start(
             assert (await works(urls))["settings/a"] == b"1"
             for name in urls:
                 process = _process(urls[name])
-                process.suspend()  # so that it starts again after the damage
+                process.suspend()  # so that it does not restart before the damage
                 damage(tmp_path / "servers" / name)
                 process.kill()
                 await until(partial(_logged, caplog, f"{name} is ready again at"))
