@@ -78,7 +78,7 @@ def test_the_folder_is_small() -> None:
 
 @given(text=st.text())
 def test_every_text_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """Up to Unicode's composed form, which Qwen2's tokenizers apply."""
+    """Text is compared in Unicode's composed form, which Qwen2's tokenizers apply."""
     text = unicodedata.normalize("NFC", text)
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 

@@ -53,7 +53,7 @@ class KeyedServe(Serve):
         return httpx.post(f"{self.url}/v1/completions", json=body, headers=bearer(key), timeout=60)
 
     def run_batch(self, key: str) -> None:
-        """Start a batch of one line."""
+        """Start a batch of one request."""
         body = {"model": "demo", "prompt": "Hi", "max_tokens": 1}
         line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
         with httpx.Client(base_url=f"{self.url}/v1", headers=bearer(key), timeout=60) as http:

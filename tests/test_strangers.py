@@ -1,4 +1,4 @@
-"""A process outside of the graph gets nothing from the graph's servers, and a server outside of it gets nothing from
+"""A process outside the graph gets nothing from the graph's servers, and a server outside the graph gets nothing from
 the graph's processes."""
 
 import asyncio

@@ -15,7 +15,7 @@ from tests.serving import processes_below
 
 @dataclass
 class Run:
-    """A run in its own folder; a successful run leaves only its output there."""
+    """A run of `pdserve chaos` in its own folder. A successful run leaves only output files there."""
 
     process: "subprocess.Popen[bytes]"
     folder: Path

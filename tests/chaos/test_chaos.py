@@ -1,4 +1,4 @@
-"""Every fault on two simulated workers of each role."""
+"""Every fault except those in `APART`, on two simulated workers of each role."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Faults of engines themselves, on two real engines per role in float32, where every output must equal the undisturbed
-one. The other faults are tested with simulated engines."""
+"""Faults of engines themselves, on two real engines per role in float32, where every output must equal that of the
+undisturbed graph. The other faults are tested with simulated engines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.engines, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 NEEDED = 13 << 30
-"""Bytes: four engines of 2.6 GB, two frontends."""
+"""Bytes for four engines of 2.6 GB and two frontends."""
 
 
 @pytest.mark.skipif(psutil.virtual_memory().total < NEEDED, reason="needs 13 GB of memory")

@@ -31,8 +31,7 @@ VllmWorker:
 PrefillWorker: {{common-configs: [model, block-size, max-model-len, dtype]}}
 """
 ENV = {"UCX_TLS": "tcp", "RES_OPTIONS": "timeout:1 attempts:1", "TORCH_COMPILE_DISABLE": "1"}
-"""UCX must not use shared memory between namespaces, no name server responds there, and a host has no compiler
-cache."""
+"""Between namespaces, UCX cannot use shared memory and no name server responds. A host has no compiler cache."""
 PROMPTS = [" ".join(f"The code of the red box is {code}." for code in range(n, n + 8)) for n in (1000, 2000)]
 WARM_UP = "The code of the red box is unknown. " * 8
 TOKENS = 500

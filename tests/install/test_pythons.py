@@ -1,4 +1,4 @@
-"""Rooms that need no vLLM pass their tests on the other declared Pythons, with the lowest and the newest versions of
+"""Rooms that need no vLLM pass their tests on Python 3.12 and 3.13, with the lowest and the newest versions of
 pdserve's own dependencies. `.github/workflows/ci.yml` runs all tests on each Python."""
 
 import re

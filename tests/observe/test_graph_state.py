@@ -25,8 +25,8 @@ def state(watched: dict[str, ProcessReport], *instances: Instance) -> GraphState
     ("seconds", "share", "found"),
     [
         ((), 0.5, None),
-        ((0.0005,), 0.5, 0.0005),  # half of the first bucket
-        ((0.02, 0.02), 0.5, 0.02),  # half of 0.015 to 0.025
+        ((0.0005,), 0.5, 0.0005),  # the middle of the first bucket
+        ((0.02, 0.02), 0.5, 0.02),  # the middle of 0.015 to 0.025
         ((0.02, 5.0), 0.5, 0.025),
         ((0.02, 1000.0), 0.95, BUCKETS[-1]),
     ],

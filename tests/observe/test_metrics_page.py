@@ -1,4 +1,4 @@
-"""docs/metrics.md has the table of the code's metrics, every reason, and nothing else."""
+"""docs/metrics.md lists exactly the metrics and reasons that are in the code."""
 
 import re
 from collections.abc import Iterator

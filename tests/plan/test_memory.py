@@ -103,8 +103,8 @@ def test_latent_attention_is_not_split() -> None:
 
 
 def dense(*shape: int, positions: int, tied: bool = False) -> ModelFacts:
-    """A model like Llama or Qwen in bfloat16, with the weights of its shape, without norms and biases. The
-    shape: layers, heads, KV heads, size of a head, hidden, intermediate, vocabulary."""
+    """A bfloat16 model like Llama or Qwen, with the weights that follow from `shape`, without norms and biases.
+    `shape`: layers, heads, KV heads, size of a head, hidden, intermediate, vocabulary."""
     layers, heads, kv_heads, head, hidden, inner, vocab = shape
     elements = layers * (2 * (heads + kv_heads) * head + 3 * inner) * hidden + vocab * hidden * (2 - tied)
     sizes = layers, heads, kv_heads, head, hidden, inner, vocab, positions
@@ -138,7 +138,7 @@ def test_weights_as_vllm_logs_them(model: ModelFacts, tensor: int, pipeline: int
 
 
 EAGER: dict[str, object] = {"enforce-eager": True}
-"""For logs of the engine before V1, which compiled nothing and did not subtract its CUDA graphs."""
+"""For logs of the engine before V1, which compiled nothing and did not subtract the memory of CUDA graphs."""
 TP2, TP4 = {"tensor-parallel-size": 2}, {"tensor-parallel-size": 4}
 
 

@@ -282,7 +282,7 @@ def test_gpus_are_used_where_the_file_does_not_say(tmp_path: Path) -> None:
 def test_one_role_alone_keeps_its_port(
     tmp_path: Path, role: Role, index: int, expected: tuple[object, ...]
 ) -> None:
-    """Ports as in the whole graph; GPUs after those of workers with a lower index."""
+    """Ports as in the whole graph; GPUs after those of the role's workers with a lower index."""
     found = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24)), {role}, index)
     assert found.problems == ()
     assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [expected]

@@ -73,7 +73,7 @@ async def test_an_engine_that_uses_cpu_time_has_a_longer_timeout(
 
 @asynccontextmanager
 async def stalls(engine: SimEngine, gpus: tuple[int, ...] = ()) -> AsyncIterator[list[bool]]:
-    """Yield the changes of `stalled` that the watch of this engine reports."""
+    """Yield a list that gets each value of `stalled` that the engine's watch reports."""
     watch, said = engine_checks.EngineWatch(engine, gpus), list[bool]()
     watch.on_change = lambda: said.append(watch.stalled)
     watching = asyncio.create_task(watch.run())

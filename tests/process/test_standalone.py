@@ -81,7 +81,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
                 "",
             )
             writer.write("\r\n".join(head).encode())
-            assert b" 100 " in await reader.readline()  # it waits for the body
+            assert b" 100 " in await reader.readline()  # the frontend waits for the body
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "running requests may finish")
             await asyncio.sleep(SAME_STOP)

@@ -88,7 +88,7 @@ async def test_a_damaged_frame_is_not_read(wire: Wire, damage: str) -> None:
 
 
 async def test_a_worker_of_the_last_release_gets_no_checksums() -> None:
-    """Such a worker would read the whole greeting as a name."""
+    """Such a worker reads ` crc32` in the greeting as a part of the frontend's name, and answers without it."""
     said = frame(GREETING) + frame(encode(WorkerLoad(Load())))
     async with _saying(Wire(None), said) as address, TcpStreamClient(address, "f") as client:
         assert await anext(client.received()) == WorkerLoad(Load())
@@ -167,7 +167,7 @@ def _unsent(connection: FramedConnection) -> int:
 async def test_a_frontend_that_takes_a_burst_slowly_is_kept(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a burst comes with the requests of a lost worker."""
+    """A worker sends such a burst when it gets the requests of a lost worker."""
     monkeypatch.setattr(framing, "MAX_UNSENT", 600_000)
     async with wire.server() as server, wire.raw(server.address) as slow:
         await slow.greet("slow")

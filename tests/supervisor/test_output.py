@@ -47,7 +47,7 @@ def test_the_terminal_shows_fewer_lines_than_the_file(tmp_path: Path, line: str,
 
 
 def test_lines_of_other_programs_get_the_name_of_their_process(tmp_path: Path) -> None:
-    """They cannot control the terminal."""
+    """Such lines cannot control the terminal."""
     first, second = shown(tmp_path, OURS, "\x1b[31mucx says\x1b[0m \x1b]0;title\x07").splitlines()
     assert first == OURS
     assert second.endswith(" I decode-0 -: ucx says \\x1b]0;title\\x07")

@@ -1,4 +1,5 @@
-"""pdserve's list of vLLM's arguments: values and command lines. (Compared with vLLM's in engine/test_vllm_api.)"""
+"""pdserve's list of vLLM's arguments: values and command lines. (tests/engine/test_vllm_api.py compares it with
+vLLM.)"""
 
 import re
 
