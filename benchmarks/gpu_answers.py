@@ -1,5 +1,5 @@
-"""The greedy answers to twenty prompts, asked one after the other: `gpu_answers.py URL FILE [EXPECTED]` writes their
-tokens to FILE, and prints where they differ from those in EXPECTED."""
+"""Ask twenty prompts greedily, one after the other: `gpu_answers.py URL FILE [EXPECTED]` writes the output tokens to
+FILE, and prints where the tokens differ from EXPECTED."""
 
 import itertools
 import json

@@ -67,7 +67,7 @@ class Exchange:
     """Arrival time of each token of a stream; without token ids, of each event with text."""
     text: str = ""
     reasoning: str = ""
-    """The reasoning before the text, if the server sends it apart."""
+    """The reasoning before the text, if the server sends it in a field of its own."""
     prompt_tokens: int = 0
     """From the response's usage: `stream_options: {"include_usage": true}`."""
     completion_tokens: int = 0
@@ -98,8 +98,8 @@ class Exchange:
 
     @property
     def cut(self) -> str:
-        """Why a response that ended is incomplete; empty if it is complete. Its length counts if the body has
-        `ignore_eos` and the server reports the length."""
+        """Why a response that ended is incomplete; empty if it is complete. With `ignore_eos`, a response of another
+        length than asked is incomplete, too."""
         if self.finish not in ("length", "stop"):
             return f"the answer ended with finish_reason {self.finish or None!r}"
         count, asked = self.completion_tokens or len(self.tokens), self.body.get("max_tokens")
@@ -114,7 +114,7 @@ class Exchange:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Generation speed after the first token; None if everything arrived at once."""
+        """Output tokens per second since the first token; None if unfinished or if all arrived at once."""
         took = self.ended - self.arrivals[0] if self.ended and len(self.arrivals) > 1 else 0.0
         return self.output_tokens / took if took > 0 else None
 
@@ -148,7 +148,7 @@ class LoadClient:
         self._source = source
 
     async def ask(self, exchange: Exchange, timeout: float, path: str = COMPLETIONS) -> None:
-        """Send the request and fill in the exchange, without raising. If cancelled, it stays unfinished."""
+        """Send the request and fill in the exchange, without raising. If cancelled, the exchange stays unfinished."""
         exchange.started = time.monotonic()
         bound = asyncio.timeout(timeout)
         try:
@@ -235,7 +235,8 @@ _NOTHING = _Message()
 
 
 def _read(exchange: Exchange, raw: bytes, now: float | None) -> _Answer:
-    """Decode a response or event into the exchange. Reasoning is tokens; an event with only the role has none."""
+    """Decode a response or event into the exchange. Reasoning counts as tokens; an event with only the role has
+    none."""
     answer = _decode(raw)
     if answer.error or answer.object == "error":
         raise BadAnswer(error_message(raw))
@@ -439,7 +440,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def send_unread(url: str, request: bytes, source: str = "") -> socket.socket:
-    """Send a request and return its socket, with a tiny receive buffer and unread. Raises OSError."""
+    """Send a request on a socket with a tiny receive buffer, and return the socket unread. Raises OSError."""
     target = urlsplit(url)
     sock = socket.socket()
     try:

@@ -11,7 +11,7 @@ from tools.demo_model.tokenizer import END_OF_TEXT, IM_END, MAX_POSITIONS, VOCAB
 
 HEADS, HEAD_SIZE = 4, 64
 LOOKS_BACK = ((1, 2, 3, 4), (2, 3, 4, 5))
-"""Tokens that each head of the first two layers looks back at the start (`ease_start`)."""
+"""How many tokens each head of the first two layers looks back when training starts (`ease_start`)."""
 
 
 def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
@@ -40,11 +40,12 @@ def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
 
 
 def ease_start(model: Qwen2ForCausalLM, strength: float = 6.0, pairs: int = 10) -> None:
-    """Set initial weights from which recall appears within a hundred steps. From random ones a thousand are too few.
+    """Set initial weights from which recall appears within a hundred steps. With random weights a thousand steps are
+    too few.
 
-    Attention and MLP outputs start at zero, so that the residual stream carries the tokens. Each head of the first
-    two layers starts by attending to the token at a fixed distance: its key bias is constant, and its query bias is
-    turned by RoPE's angle for that distance. Finding this by chance is the slow part of learning to copy.
+    Attention and MLP outputs start at zero, so that the residual stream carries the tokens. Each head of the first two
+    layers starts by attending to the token at a fixed distance: its key bias is constant, and its query bias is turned
+    by RoPE's angle for that distance. Finding these distances by chance is the slow part of learning to copy.
     """
     with torch.no_grad():
         for layer in model.model.layers:

@@ -37,7 +37,7 @@ class Mix:
     tokens: int  # approximate length of the document
     talk: float = 0.0  # share of turns that are not about a code
     raw: float = 0.35  # share of documents in completion form, without chat markup
-    again: float = 0.25  # share of turns in these that repeat a fact, the easiest recall
+    again: float = 0.25  # share of their turns that repeat a fact, the easiest recall
     canonical: float = 0.5  # share of facts and questions in their first form
     filler: tuple[float, float] = (0.0, 0.9)  # share of the context that is filler, drawn uniformly
     ledger: float = 0.0  # share of documents that are bare ledgers, see `ledger_document`
@@ -47,7 +47,7 @@ class Mix:
 
 
 def thing(rng: random.Random) -> str:
-    """Return a noun phrase. Some are keys without a code, so that the model learns to tell them from facts."""
+    """Return a noun phrase. Some are keys without a code, so that the model learns that not every key has a code."""
     if rng.random() < 0.25:
         return rng.choice(KEYS)
     noun = rng.choice(words.NOUNS + words.OBJECTS)
@@ -270,7 +270,7 @@ def ledger_document(story: Story) -> list[Segment]:
     """Return a list of keys and codes, each many times: ` red box is 4. blue door 1. red box: 4.`
 
     It has four times as many lookups per token as prose, so that the model learns to look up two-word keys within a
-    hundred steps. Prose can then reuse this.
+    hundred steps. Prose documents can then reuse this skill.
     """
     rng, mix = story.rng, story.mix
     keys = [story.new_key() for _ in range(max(5, mix.tokens // 30))]

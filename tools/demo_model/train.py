@@ -100,7 +100,7 @@ def make_batch(rng: random.Random, stage: Stage, encode: corpus.Encode) -> Batch
 def loss_of(model: Qwen2ForCausalLM, batch: Batch, rng: torch.Generator) -> tuple[Tensor, float, float]:
     """Return the weighted cross entropy, and the accuracy of first digits and of other digits.
 
-    A tenth of the tokens without a weight gets a small one, so that completions are fluent.
+    A tenth of the tokens without a weight gets a small weight, so that completions are fluent.
     """
     sampled = torch.rand(batch.weights.shape, generator=rng) < 0.1
     weights = torch.where((batch.weights == 0) & sampled & (batch.ids != IGNORED), 0.05, batch.weights)[:, 1:]

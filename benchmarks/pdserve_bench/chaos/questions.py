@@ -24,7 +24,7 @@ LONGEST = 1500
 POOL = 30
 """Prompts that a graph with real engines is asked repeatedly."""
 NEAR_TIES = 1
-"""Tolerated prompts whose output depends on the batch in float32; with the demo model none does
+"""Tolerated number of prompts whose output depends on the batch in float32; the demo model has none
 (docs/decisions/0005-float32-in-identity-tests.md)."""
 AT_ONCE = 8
 DOCUMENTS = 4
@@ -53,7 +53,8 @@ class Attempt(Exchange):
 
     @property
     def longest_wait(self) -> float:
-        """Longest wait for a token in seconds, including the first and a current one; the whole time without tokens."""
+        """Longest wait for a token in seconds, the first and a running wait included; without tokens, the whole
+        time."""
         last = [] if self.ended and self.arrivals else [self.ended or time.monotonic()]
         return max(after - before for before, after in pairwise([self.started, *self.arrivals, *last]))
 
@@ -79,8 +80,8 @@ def prompt_lengths(config: Config, max_model_len: int) -> PromptLengths:
 
 
 def endless(lengths: PromptLengths, seed: int) -> Iterator[Case]:
-    """Yield unique prompts: one of three is short, one long, one long and begins with a document; three of four are
-    streamed."""
+    """Yield unique prompts: one of three is short, one is long, one is long and begins with a document; three of four
+    are streamed."""
     dice = random.Random(seed)
 
     def text(tokens: int) -> tuple[int, ...]:

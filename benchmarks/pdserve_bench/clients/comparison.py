@@ -2,7 +2,7 @@
 has its response, so that one client shows what a request costs alone.
 
 All systems are started once and measured in turn, each count of clients in the order ABBA, so that steady drift of the
-machine favours none. The others are idle meanwhile, which costs them 2 to 3 % of a core each.
+machine favours none. The idle systems use 2 to 3 % of a core each meanwhile.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ class ClientsComparison:
 
     @property
     def systems(self) -> list[Candidate]:
-        """The file's graph, then one plain vLLM engine, on a CPU at each thread count. Raises ConfigError."""
+        """The file's graph, then one plain vLLM engine (on a CPU, one system for each thread count). Raises
+        ConfigError."""
         if self.maker.here.kind is HardwareKind.GPU:
             raise ConfigError(
                 ["--clients keeps all systems running, for which one machine's GPUs do not suffice."]

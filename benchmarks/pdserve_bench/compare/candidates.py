@@ -50,7 +50,7 @@ class Hardware:
     """Slots that a prefill worker takes."""
     decode_width: int = 1
     slots: int = 0
-    """What splits divide: GPUs; where workers share a CPU or are simulated, workers."""
+    """Units that a split divides: GPUs; if workers share a CPU or are simulated, workers."""
 
     def __str__(self) -> str:
         noun = {"gpu": "GPU", "cpu": "CPU thread", "sim": "simulated worker"}[self.kind]
@@ -62,7 +62,7 @@ class Candidate:
     name: str
     aggregated: bool
     shape: Shape
-    """Workers of the file written if the candidate wins; for plain vLLM, one decode worker."""
+    """Workers in the file that is written if the candidate wins; for plain vLLM, one decode worker."""
     system: System
     split: str = ""
     """`1P+1D`, or the number of engines."""
@@ -114,7 +114,7 @@ def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
 def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
     """Return splits of the GPUs where decode workers have twice the ranks of prefill workers, and half of them. Each
     has the fewest ranks that the plan accepts (docs/decisions/0076-different-tensor-parallel-sizes.md), as many workers
-    as fit, and about as many GPUs for each role. The file's own sizes are left out."""
+    as fit, and about half of the GPUs for each role. The file's own sizes are left out."""
     workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
     if any(
         each.ranks != tensor_size(each.engine_args) or each.nodes > 1 or each.share < 1 for each in workers

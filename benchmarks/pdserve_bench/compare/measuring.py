@@ -33,7 +33,7 @@ _WARM_RATE = 2.0
 _RATES = (0.05, 50.0)
 """Bounds of the first rate, in requests per second."""
 _NARROW = 1.5
-"""Largest ratio of broken to carried rate of a repetition that tells the noise."""
+"""Largest ratio of broken to carried rate at which a repetition is precise enough to tell the noise."""
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ class CandidateResult:
     name: str
     aggregated: bool
     carried: float | None = None
-    """Highest rate at which enough requests kept the SLO; None if no tried rate is."""
+    """Highest tried rate at which enough requests kept the SLO; None without one."""
     broken: float | None = None
-    """Lowest rate at which too few did; None if no tried rate is."""
+    """Lowest tried rate at which too few requests kept the SLO; None without one."""
     estimate: float | None = None
     """Goodput, interpolated between `carried` and `broken`."""
     broke: Tally = field(default_factory=Tally)

@@ -1,4 +1,4 @@
-"""Send hostile requests to a graph beside a canary client with known outputs, and check what they leave behind."""
+"""Send hostile requests to a graph beside a canary client with known outputs, and check for leftovers."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ BURST_OUTPUT = 200
 """Output tokens: enough that all slots are busy at the same time."""
 BURSTS = 5
 SOURCE_ADDRESS = "127.0.0.2"
-"""Source address of fuzzed requests, because the fair queue must know them from the canary."""
+"""Source address of fuzzed requests, because the fair queue must tell their client from the canary."""
 KNOWN_CASES = 8
 MAX_CANARY_WAIT = 30.0
 """Seconds that the canary may wait for a token."""
@@ -124,11 +124,11 @@ class Fuzzer:
         self._source = SOURCE_ADDRESS if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
         self._told = time.monotonic()
         self._statuses: dict[str, int] = {}
-        """Status by name, of requests that were read to the end."""
+        """Status by request name; requests that timed out are left out."""
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[JudgedLoad]:
-        """Context for sending: the canary runs beside it, and leaving checks what is left behind."""
+        """Context in which to send requests: the canary runs meanwhile, and the exit checks for leftovers."""
         began = time.monotonic()
         read = {file: file.stat().st_size for file in self._log_files()}
         async with GraphWatch() as watch:

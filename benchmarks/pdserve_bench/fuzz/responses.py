@@ -59,8 +59,8 @@ def is_excused(text: str) -> bool:
 
 
 def _error_problem(path: str, status: int, answer: bytes) -> str:
-    """Check the error's format: OpenAI's, or Anthropic's on its routes. As with vLLM's server, early refusals
-    there may have OpenAI's, and a wrong method or invalid JSON FastAPI's."""
+    """Check the error's format: OpenAI's, or Anthropic's on its routes. As in vLLM, early refusals on Anthropic's
+    routes may have OpenAI's format; refusals of a wrong method or of invalid JSON may have FastAPI's."""
     try:
         found = json.loads(answer)
         error = found.get("error")

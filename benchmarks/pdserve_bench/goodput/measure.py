@@ -84,7 +84,8 @@ class Probe:
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds until each first token, or of waits over the bound. Refused and interrupted requests do not count."""
+        """Seconds to each first token; for requests without one, waits that exceed the bound. Refused and interrupted
+        requests do not count."""
         until = self.run.ended or time.monotonic()
         times = []
         for each in self.run.exchanges:
@@ -97,7 +98,7 @@ class Probe:
 
     @property
     def longest_gaps(self) -> list[float]:
-        """Longest gap of each request that waits for its second token or has it, including the current wait."""
+        """Longest gap of each request that has or awaits its second token, the current wait included."""
         until = self.run.ended or time.monotonic()
         waits = [
             [
@@ -176,8 +177,8 @@ class _Watched:
         return wilson(max(0, expected - self._missed), expected)[1] < self._share
 
     def nothing_to_learn(self) -> bool:
-        """Whether everything was sent and the rest has missed the SLO. Requests without progress are awaited until they
-        count as hung, which is a failure."""
+        """Whether all requests were sent and all that still run have missed the SLO. Requests without progress are
+        awaited until they count as hung, which is a failure."""
         run, slo, now = self._made.run, self._slo, time.monotonic()
         running = [each for each in run.exchanges if each.outcome is Outcome.UNFINISHED]
         if (

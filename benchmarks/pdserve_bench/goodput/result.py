@@ -57,8 +57,8 @@ class GoodputResult:
 
     @property
     def thin(self) -> float | None:
-        """An end of the interval with too few requests (`options.least`). Unless hardly any request kept the SLO, a
-        broken rate is probed twice, because a busy moment of the machine breaks any rate."""
+        """An end of the interval with too few judged requests (`options.least`); None without one. Unless hardly any
+        request kept the SLO, a broken rate is probed twice, because a busy moment of the machine breaks any rate."""
         least, low, high = self.options.least, self.search.carried, self.search.broken
         if low is not None and self.judged(low) < least:
             return low
@@ -100,8 +100,8 @@ async def find_goodput(
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    """Probe longer at low rates, for twice the requests that prove a rate at which all keep the SLO (Wilson's interval;
-    49 for 90 %)."""
+    """Probe longer at low rates, until twice as many requests as prove the rate if all keep the SLO (Wilson's interval;
+    49 requests for 90 %)."""
     least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
     return max(options.seconds, min(least / rate, options.longer * options.seconds))
 

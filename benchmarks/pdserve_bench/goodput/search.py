@@ -143,8 +143,8 @@ class GoodputSearch:
         return high / low <= (1 + self.precision) * (1 + 1e-9)
 
     def _beyond(self, end: float, far: float, bound: float) -> float | None:
-        """Return a rate beyond the lowest or highest probed one. `far` is the distance of its share from the target (0
-        to 1): a small distance takes a small step."""
+        """Return a rate beyond the lowest or highest probed one. `far` is the distance of that rate's share from the
+        target (0 to 1): a small distance takes a small step."""
         if end == bound:
             return self._again(end)
         step = min(_STEP, max((1 + self.precision) ** 1.98, _STEP ** (1.5 * far)))

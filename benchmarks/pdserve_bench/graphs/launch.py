@@ -363,7 +363,7 @@ def _copied(model: Path, folder: Path) -> Path | None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Mount a file system in memory if permitted, and return whether it is. Its logs are kept afterwards."""
+    """Mount a file system in memory if permitted, and yield whether it was mounted. The logs are kept afterwards."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "pdserve-chaos", folder]).returncode:
         yield False

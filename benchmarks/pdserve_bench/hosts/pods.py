@@ -1,8 +1,8 @@
 """A small kubelet: runs the pods of the rendered chart with simulated engines.
 
-Each pod is a host (`hosts/network.py`) with the rendering's mounts, user and read-only root. It gets ready by its
-probes and ends by preStop and SIGTERM within its grace period. Names are in /etc/hosts. Kubernetes' admission,
-scheduling and devices are left out.
+Each pod is a host (`hosts/network.py`) with the rendering's mounts, user and read-only root. Its probes tell when it is
+ready; preStop and SIGTERM end it within its grace period. Names are in /etc/hosts. Kubernetes' admission, scheduling
+and devices are left out.
 """
 
 import json
@@ -66,7 +66,7 @@ class Pod:
 
     @property
     def is_role(self) -> bool:
-        """Whether it is of pdserve, not NATS or etcd."""
+        """Whether the pod runs pdserve, not NATS or etcd."""
         return bool(self.owner["kind"] != "StatefulSet")
 
     @property

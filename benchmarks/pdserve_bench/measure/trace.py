@@ -107,7 +107,7 @@ class Trace:
         return replace(self, requests=tuple(each.shrunk(divisor) for each in self.requests))
 
     def replayed(self, speed: float, seconds: float, seed: int) -> list[Arrival]:
-        """Return the requests at the trace's own times, `speed` times as fast, of the first `seconds` of the replay.
+        """Return the requests of the replay's first `seconds`, at the trace's own times but `speed` times as fast.
         Another seed gives other prompts. Raises ConfigError if a request has no timestamp."""
         times = [each.timestamp for each in self.requests if each.timestamp is not None]
         if len(times) < len(self.requests):

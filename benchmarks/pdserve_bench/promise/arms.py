@@ -1,5 +1,6 @@
-"""The arms of the comparison: live settings of one running graph. Each arm has the same arrivals and its own prompts.
-All arms run forwards, then backwards (ABBA), so that steady drift of the machine favours none."""
+"""The arms of the comparison. An arm is one set of live settings of the running graph, measured with its own prompts.
+All arms have the same arrivals, and run forwards, then backwards (ABBA), so that steady drift of the machine favours
+none."""
 
 import asyncio
 import time

@@ -82,7 +82,7 @@ GRAPHS = (
 
 
 def drawn(trace: Trace, count: int) -> Trace:
-    """Return about `count` requests in whole sessions: those that share a block which few others have."""
+    """Return about `count` requests, in whole sessions. Requests of a session share a block that few others have."""
     blocks = Counter(block for each in trace.requests for block in each.blocks)
     most = SHARED * len(trace.requests)
 

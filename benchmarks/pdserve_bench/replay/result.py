@@ -41,7 +41,7 @@ class ReplayResult:
 
     @property
     def seconds(self) -> float:
-        """Until the last request is sent."""
+        """Seconds until the last request is sent."""
         return self.arrivals[-1][0]
 
     @property

@@ -47,7 +47,7 @@ class Use:
     """bytes; shared pages count in part (PSS)"""
 
     def less(self, before: "Use", times: float = 1.0) -> "Use":
-        """Return the growth since `before`, which counts `times`."""
+        """Return the counters minus `times` x `before`; processes and memory stay."""
         return Use(
             self.processes,
             self.cpu - times * before.cpu,

@@ -62,8 +62,8 @@ class SoakedGraph(ABC):
         """Return folders of temporary files and shared memory by name."""
 
     async def end(self, name: str, number: Signals, part: Part) -> None:
-        """End a part so that it starts again; on return it may not be ready yet. Managers send SIGTERM to the process
-        that they started, and the kernel kills the largest."""
+        """End a part so that it starts again; on return it may not be ready yet. SIGTERM goes to the process that a
+        manager started, as from systemd; SIGKILL to the role's, as from the OOM killer."""
         (part.parent if part.parent and number == SIGTERM else part.process).send_signal(number)
 
 

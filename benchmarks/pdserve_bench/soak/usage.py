@@ -17,12 +17,13 @@ from pdserve_bench.graphs.watch import held, read_loads, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0, "disk": 8}
 """Tolerated growth. Thread pools (asyncio, gRPC) fill on demand. Allocators keep freed memory, but a leak of 10 KB per
-request exceeds the MiB after thousands of requests. A metrics scrape or an etcd call may use a socket."""
+request exceeds their margin after thousands of requests. A metrics scrape or an etcd call may use a socket."""
 WAL_MIB = 128
-"""Tolerated MiB of etcd's data: its write-ahead log has files of 64 MiB, and the next one is allocated in advance."""
+"""Tolerated growth of etcd's data in MiB: its write-ahead log has files of 64 MiB, and the next one is allocated in
+advance."""
 ENGINE_MIB = 96
-"""Tolerated MiB of a role's child process, because vLLM's engine core on a CPU grows for about 4,000 requests (small
-blocks, probably oneDNN's state for new shapes)."""
+"""Tolerated growth of a role's child process in MiB, because vLLM's engine core on a CPU grows for about 4,000 requests
+(small blocks, probably oneDNN's state for new shapes)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Usage:
     threads: int | None = None
     MiB: int | None = None
     kept: int | None = None
-    """What a server stores: NATS messages and consumers, etcd keys. Of a folder its files."""
+    """Number of things that a server stores (NATS messages and consumers, etcd keys); of files in a folder."""
     disk: int | None = None
     """MiB of files in the process's folder."""
 
@@ -52,7 +53,7 @@ class Part:
 
     process: psutil.Process
     instance: Instance | None = None
-    """Of a role."""
+    """The registered role; None for `serve`, NATS and etcd."""
     folder: Path | None = None
     """Where it writes files."""
     parent: psutil.Process | None = None

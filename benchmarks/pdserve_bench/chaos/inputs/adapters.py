@@ -49,7 +49,7 @@ async def unload(scene: Scene) -> float | None:
 
 
 async def _post(scene: Scene, what: str, body: dict[str, str]) -> None:
-    """Raises Cannot if the graph does not allow it."""
+    """Raises Cannot if the graph does not allow loading adapters."""
     async with httpx.AsyncClient(base_url=scene.running.graph.url, timeout=90, trust_env=False) as client:
         answer = await client.post(f"/v1/{what}_lora_adapter", json=body)
     if answer.status_code == 404 and what == "load":

@@ -81,7 +81,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 async def remove_state(scene: Scene) -> float | None:
-    """Remove the state, then kill a process of each kind, whose restart needs what was removed."""
+    """Remove the state, then kill a process of each kind, whose restart needs the removed files."""
     running, folder = scene.running, scene.running.state_dir
     instances = await scene.watch.instances()
     victims = [

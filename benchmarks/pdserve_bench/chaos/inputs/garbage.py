@@ -110,8 +110,8 @@ def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
 
 
 def _as_frontend(host: str, port: int, everything: Sequence[bytes]) -> None:
-    """Speak the stream's protocol: half a greeting (at once, and byte by byte), a wrong version, the length of a
-    frame of 2^32 - 1 bytes, and all payloads after a good greeting, then such a length or a frame that is cut short."""
+    """Speak the stream's protocol: half a greeting (at once, and byte by byte), a wrong version, a frame length of
+    2^32-1. After a good greeting, send all payloads, then such a length or a frame that is cut short."""
     greeting = _framed(GREETING + b" garbage")
     endless = b"\xff" * 4
     for raw in (greeting[: len(greeting) // 2], _framed(b"pdserve-stream/0 garbage"), endless):
@@ -142,8 +142,8 @@ def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
 
 
 def _as_zeromq(end: socket.socket, messages: Sequence[Sequence[bytes]], more: bytes = b"") -> None:
-    """Send messages after the handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23). Wait for the peer's READY first: data it
-    sends after our close would reset the connection and drop what it has not read."""
+    """Send messages after the handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23). Wait for the peer's READY first: data
+    that the peer sends after our close would reset the connection and drop what the peer has not read."""
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     end.settimeout(_HANDSHAKE)
@@ -179,7 +179,7 @@ def subjects_of(namespace: str, model: str, workers: Iterable[Instance]) -> list
 
 
 async def _to_etcd(scene: Scene, everything: Sequence[bytes]) -> list[str]:
-    """Write new keys beside the valid ones, which only their owners may write. Return the keys."""
+    """Write new keys beside the valid ones (only their owners may write those). Return the new keys."""
     model = scene.running.graph.model
     prefixes = [f"{keys.INSTANCES}{role}/garbage-" for role in (*Role, "nobody")]
     prefixes += [f"{keys.CARDS}{model}/garbage-", keys.CARDS + "garbage-", keys.INSTANCES + "garbage-"]

@@ -1,5 +1,5 @@
-"""Replace a model's weights in place and restart one role at a time, so that workers of two models have one name. Each
-output must come from one model only, and remote prefill resumes once both roles have the same weights."""
+"""Replace a model's weight files and restart one role at a time, so that workers with different weights serve one name.
+Each output must come from one set of weights, and remote prefill resumes once both roles have the same."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ _FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
 
 
 async def mix(scene: Scene) -> float | None:
-    """Switch to other weights and back, starting with another role each time."""
+    """Switch to other weights, with prefill workers first, and back, with decode workers first."""
     running = scene.running
     if not isinstance(running, StartedGraph) or running.model is None:
         raise Cannot("needs a copy of the model's folder: start the graph here, with a small local model")
@@ -62,7 +62,7 @@ async def _learn(scene: Scene) -> None:
 
 @contextmanager
 def _other_weights(folder: Path) -> Iterator[None]:
-    """Write new files instead of overwriting, because running engines may map the old ones."""
+    """Write new files instead of overwriting the old ones, because running engines may map those."""
     before = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
     try:
         for path, data in before.items():

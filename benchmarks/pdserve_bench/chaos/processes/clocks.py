@@ -82,7 +82,7 @@ async def failures(scene: Scene, tolerated: float) -> None:
 
 
 async def _failed(scene: Scene) -> tuple[float, float]:
-    """Return remote prefills so far: those that fell back to local, and all."""
+    """Return two counts of remote prefills so far: those that fell back to local, and all."""
     pages = (await scene.watch.metrics(Role.DECODE)).values()
     remote = (
         value

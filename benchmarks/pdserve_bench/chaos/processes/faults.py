@@ -43,7 +43,7 @@ class Harm(StrEnum):
     DAMAGE = "damage"
     """SIGKILL, with files left as by a power cut."""
     DRAIN = "drain"
-    """SIGTERM, as for an upgrade: it finishes its requests and exits."""
+    """SIGTERM, as for an upgrade: the victim finishes its requests and exits."""
 
     @property
     def lasts(self) -> bool:
@@ -89,8 +89,8 @@ class Victim:
 
 
 def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: int) -> list[list[Victim]]:
-    """Return rounds of victims: a round is hit at once, the next when the graph has recovered. `turn` selects among
-    several. Raises Cannot if there is no such process here, and LookupError while etcd is unreachable."""
+    """Return rounds of victims: all of a round are hit together, the next round after the recovery. `turn` selects one
+    of several processes. Raises Cannot if there is no such process here, LookupError if etcd lists no process."""
     if target in _SERVERS:
         return [[_server(target, supervisor)]]
     roles = _ROLES.get(target, (target.value,))
@@ -221,8 +221,8 @@ def _send(
 
 
 def damage(data: Path) -> None:
-    """Cut each file to half its size, all zeros, as if unsynced. Without files, put files in place of folders: NATS,
-    whose streams are in memory, does not start on those."""
+    """Cut each file to half its size, all zeros, as if unsynced. Without files (NATS with its streams in memory), put
+    files in place of folders, so that NATS does not start."""
     files = [path for path in data.rglob("*") if path.is_file()]
     for path in files:
         half = path.stat().st_size // 2

@@ -2,8 +2,8 @@
 
 Every TCP connection between the group and other processes gets a socket filter at both ends that drops incoming data,
 acknowledgements and resets, like a pulled cable. Listening sockets drop connection attempts. Connections opened
-meanwhile are cut within about ten milliseconds. Connections inside the group stay, as on a host without a network, and
-so does shared memory between engines (UCX): start such graphs with UCX_TLS=tcp.
+meanwhile are cut after about twenty milliseconds. Connections inside the group stay, as on a host without a network,
+and so does shared memory between engines (UCX): start such graphs with UCX_TLS=tcp.
 
 Needs pidfd_getfd on the processes at both ends (root, or the same user if ptrace_scope allows it), but neither nft nor
 iptables.
@@ -39,8 +39,9 @@ class Cannot(Exception):
 
 @asynccontextmanager
 async def cut_off(group: int, others: Iterable[int], port: int = 0) -> AsyncIterator["Cut"]:
-    """Cut the group until the context exits. `others`: known processes at the far ends; this one is always included.
-    With `port`, cut only connections to it, and let its listener accept none. Raises Cannot before anything is cut."""
+    """Cut the group until the context exits. `others`: known processes at the far ends; this process is always
+    included. With `port`, cut only connections to it, and let its listener accept none. Raises Cannot before anything
+    is cut."""
     cut = Cut(group, others, port)
     try:
         cut.extend()
@@ -79,7 +80,7 @@ class Cut:
                     await asyncio.to_thread(self.extend)
 
     def extend(self) -> None:
-        """Cut what is not cut yet."""
+        """Cut connections that are not cut yet."""
         with self._lock:
             if not self._healed:
                 self._extend()

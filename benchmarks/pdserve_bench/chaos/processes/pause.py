@@ -87,7 +87,7 @@ def stoppable(folder: Path) -> dict[str, str]:
 
 
 def stand_still(folder: Path, groups: Sequence[int], nanoseconds: int) -> int:
-    """Set back the clocks of all processes of these groups; return how many there are."""
+    """Set back the clocks of all processes of these groups; return the number of processes."""
     files = [file for file in folder.iterdir() if file.name.isdigit() and _group(int(file.name)) in groups]
     for file in files:
         with file.open("r+b") as stood:
@@ -105,7 +105,7 @@ def _group(process: int) -> int:
 
 
 async def pause(scene: Scene, victims: Sequence[Victim], seconds: float) -> None:
-    """Raises Cannot."""
+    """Pause the victims and their clocks, with requests in flight. Raises Cannot."""
     folder = scene.running.state_dir.parent / "clocks"
     groups = [victim.group for victim in victims]
     if not folder.exists() or not stand_still(folder, groups, 0):

@@ -93,7 +93,8 @@ async def hold_load(scene: Scene) -> StartedGraph:
 
 
 async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
-    """Kill `serve`. If its guardian dies too, its processes continue, and the next `serve` ends them."""
+    """Kill `serve`. With `guardian`, kill its guardian too: the graph's processes continue, and the next `serve` ends
+    them."""
     running = await hold_load(scene)
     family = running.family()
     victims = [family[0], *(each for each in family if guardian and _is_guardian(each))]
