@@ -189,7 +189,7 @@ def config(decode: DecodeConfig | None = None, drain_timeout: float = 5.0, model
 
 
 def shared_queue(broker: MemoryBroker) -> MemoryQueue:
-    """Return the queue of the workers of `spec`, for a test that acts as another process."""
+    """Return a connection to the workers' queue, for a test that acts as another process."""
     queue = MemoryQueue(broker)
     queue.bind(LOADED)
     return queue

@@ -83,7 +83,7 @@ def test_an_adapter_id_depends_on_its_files_and_arguments(tmp_path: Path) -> Non
 
 
 class LoraGraph(Seams):
-    """A decode and a prefill worker that each hold two adapters, and a frontend's store."""
+    """A decode and a prefill worker with room for two adapters each, and a frontend's adapter store."""
 
     def __init__(self) -> None:
         decode = DecodeConfig(remote_prefill=True, max_local_prefill_length=32, engine_args=LORA)

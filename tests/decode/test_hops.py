@@ -144,7 +144,7 @@ async def test_a_wait_in_an_engine_is_a_hop(
 
 
 async def test_hops_of_a_redelivered_prompt(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    """First to one prefill worker, which has it for a while, then to another."""
+    """One prefill worker pulls the prompt and does not answer; then another pulls it."""
     acted = await graph.act_prefill()
     before = counted("pdserve_prefill_queue_wait_seconds_count")
     request = await frontend.submit(LONG)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("impatient", "brief_transfers")
 
 VICTIM, SPARE = "prefill-victim", "prefill-spare"
 BOUND = 7.0
-"""seconds to the end of the response: above the timeout of this prompt at an unmeasured worker"""
+"""seconds to the end of the response: above this prompt's timeout while the workers' speed is unknown"""
 
 
 class Phase(IntEnum):

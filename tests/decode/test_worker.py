@@ -57,8 +57,7 @@ LIMIT = 30_000
 
 class TensorEngine(SimEngine):
     def pack(self, outputs: list[Output]) -> list[bytes]:
-        """Add tensors, like those of logprobs: a third of a message per output; two messages if the prompt is
-        `LARGE`."""
+        """Add tensors, like those of logprobs: `LIMIT / 3` bytes per output, or `2 * LIMIT` if a prompt is `LARGE`."""
         prompts = [each.raw.prefill_stats.num_prompt_tokens for each in outputs if each.raw.prefill_stats]
         size = 2 * LIMIT if len(LARGE) in prompts else len(outputs) * LIMIT // 3
         return [*super().pack(outputs), bytes(size)]
@@ -205,7 +204,7 @@ async def test_prompts_of_a_prefill_worker_that_died_are_prefilled_locally_at_on
 async def test_requests_wait_for_the_last_messages_of_a_lost_prefill_worker(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str, last: bool
 ) -> None:
-    """Messages may come after the registry's change. An engine that died of a request must count."""
+    """Messages may come after the registry's change. One that reports an engine's death must count."""
     if not last:
         await graph.act_prefill("prefill-y")
     await acted.start(pulled)
@@ -427,7 +426,7 @@ async def test_a_request_that_waits_for_its_turn_is_failed_once() -> None:
 async def test_the_load_is_sent_to_frontends_that_follow_it(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """At once and at each change, without the registry, which is down."""
+    """It is sent at once and at each change, although the registry is down."""
     await graph.registry.down()
     older = Hello(graph.decode_engine.facts.vllm_version)
     hello = msgspec.structs.replace(older, follow_load=True)

@@ -34,7 +34,8 @@ SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00
 TRANSFER, PUBLISH = 0.012, 0.002
 BLOCK = 32
 PULL_BELOW = 2048
-"""A prefill worker with this many tokens pulls no more; with `FEW_PROMPTS` prompts, with twice as many."""
+"""A prefill worker with this many prompt tokens pulls no more; `STEPS_AHEAD` times as many if it has `FEW_PROMPTS`
+prompts."""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
 ALL_LOCAL = DecodeSection(remote_prefill=False)
@@ -320,7 +321,7 @@ class VirtualPrefill(VirtualEngine):
         return QueueState(self._sequence, self._pending, self.id, load)
 
     def _report(self) -> None:
-        """As `JetStreamQueue` does."""
+        """Broadcast the queue's state and the load when due, as `JetStreamQueue` does."""
         state, now = self._state(), self.graph.now
         if report := self._reports.next(state, now):
             self.graph.reports += 1

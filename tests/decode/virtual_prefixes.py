@@ -30,7 +30,7 @@ from tests.decode.virtual import (
 @dataclass(eq=False)
 class PrefixRequest(VirtualRequest):
     blocks: Sequence[int] = ()
-    """Ids of `block` tokens, each with all tokens before them."""
+    """Each id stands for `block` tokens and all tokens before them."""
     block: int = 512
     hit: int = 0
 
@@ -59,7 +59,7 @@ class PrefixPrefill(VirtualPrefill):
         super().__init__(graph, number)
         self.cache = Cache(blocks)
         self.addressed: list[tuple[PrefixRequest, float]] = []
-        """With the time until which it may begin."""
+        """Prompts sent to this worker, each with the time until which it may begin."""
         self._begun_addressed = False
 
     @property
@@ -139,7 +139,7 @@ class PrefixDecode(VirtualDecode):
 
 class PrefixGraph(VirtualGraph):
     def __init__(self, *, by_prefix: bool, blocks: int, prefill: int = 4, decode: int = 2) -> None:
-        """`blocks`: of each prefill worker's cache."""
+        """`blocks`: size of each prefill worker's cache."""
         super().__init__(ADAPTIVE, prefill=prefill, decode=decode)
         self.by_prefix, self.missed = by_prefix, 0
         self.workers = [PrefixPrefill(self, number, blocks) for number in range(prefill)]
@@ -148,7 +148,7 @@ class PrefixGraph(VirtualGraph):
         self.ways: list[PrefixRequest] = []
 
     def replay(self, trace: Sequence[tuple[float, int, int, Sequence[int]]]) -> list[VirtualRequest]:
-        """Requests by time, tokens of the prompt, tokens of the answer, and blocks."""
+        """`trace`: time, prompt tokens, output tokens and blocks of each request."""
         for number, (at, prompt, tokens, blocks) in enumerate(trace):
             worker = self.decode[number % len(self.decode)]
             request = PrefixRequest(prompt, tokens, at, worker, blocks=blocks)

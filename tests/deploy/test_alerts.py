@@ -33,7 +33,7 @@ WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
 
 @asynccontextmanager
 async def loaded(url: str, clients: int, headers: dict[str, str] | None = None) -> AsyncIterator[None]:
-    """That many clients send requests one after another, each with a prompt that no cache has."""
+    """Run `clients` clients that send requests one after another, each request with an uncached prompt."""
 
     async def client() -> None:
         while True:
@@ -83,7 +83,7 @@ async def test_failures_that_come_again(tmp_path: Path) -> None:
                 while not await graph.has_fired("PdserveFallbacks: "):
                     await paused(running, ("prefill-0", "prefill-1"), 8)
                     await until(graph.well, 60)
-            for _ in range(4):  # stops the engine, or lets it go on
+            for _ in range(4):  # the signal stops the engine, or continues a stopped one
                 send_to(running, "decode-0", STOP_ENGINE)
                 await asyncio.sleep(6)
             await graph.fires_among("PdserveEngineStalls: The engine of decode-0")
@@ -108,7 +108,7 @@ async def test_failures_that_come_again(tmp_path: Path) -> None:
 
 
 def test_an_etcd_whose_database_grows(tmp_path: Path) -> None:
-    """Until it refuses to write."""
+    """Keys are written until the alert of a full etcd fires."""
     port, peers = free_port("127.0.0.1"), free_port("127.0.0.1")
     url, etcdctl = f"http://127.0.0.1:{port}", etcd_binary().with_name("etcdctl")
     options = {

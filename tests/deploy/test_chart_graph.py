@@ -282,7 +282,7 @@ def test_queries_ask_for_metrics_that_exist() -> None:
 
 
 def test_prometheus_answers_the_queries(tmp_path: Path) -> None:
-    """With busy workers and a backlog, and without any series: then KEDA must get 0, not an empty result."""
+    """Once with busy workers and a backlog, once without any series, where KEDA must get 0, not an empty result."""
     scaled = combination("scaled").of("ScaledObject")
     (decode,), (prefill,) = (_queries(scaled[f"pdserve-{role}"]) for role in ("decode", "prefill"))
     labels = 'model="demo",namespace="llm"'

@@ -1,5 +1,6 @@
-"""The rendered pods run with simulated engines in the benches' small kubelet. (Processes replaced under load:
-`tests/wire/test_rolling.py`; lost hosts: chaos; a long time: `python -m pdserve_bench.soak --form pods`.)"""
+"""The rendered pods run with simulated engines in the benchmarks' small kubelet (`hosts/pods.py`). (Processes replaced
+under load: `tests/wire/test_rolling.py`; lost hosts: chaos; a long time: `python -m pdserve_bench.soak --form
+pods`.)"""
 
 import asyncio
 import os
@@ -128,7 +129,7 @@ def test_outages_have_their_alerts(tmp_path: Path, credentials: Credentials) -> 
 
 
 def _scrape_options(rendering: Rendering) -> Object:
-    """The end of the PodMonitor as options of a scrape job; names of pods stay out."""
+    """The PodMonitor's endpoint as options of a scrape job, without its `relabelings`."""
     (monitor,) = rendering.of("PodMonitor").values()
     (end,) = monitor["spec"]["podMetricsEndpoints"]
     snake = {"sourceLabels": "source_labels", "targetLabel": "target_label"}

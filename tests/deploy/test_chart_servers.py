@@ -100,7 +100,7 @@ class _ChartEtcd(EtcdMember):
         script.write_text("\n".join(replaced(text.splitlines(), ours)))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, "POD_NAME": f"pdserve-etcd-{self.number}"}
-        for _ in range(20):  # Kubernetes retries it, because a young cluster replaces no members
+        for _ in range(20):  # Kubernetes retries, because a young cluster replaces no members
             ran = subprocess.run(["sh", script], env=env, check=False, capture_output=True, text=True)
             if ran.returncode == 0:
                 break

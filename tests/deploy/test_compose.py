@@ -111,7 +111,7 @@ def test_the_image_has_a_base_by_digest_and_packages_by_the_lock() -> None:
 
 @pytest.mark.parametrize("page", ["deploy/Dockerfile", "docs/deployment.md"])
 def test_docker_run_publishes_the_api(page: str) -> None:
-    """The command binds to all addresses of the container, with a key. Without one, it is refused."""
+    """The command binds to all addresses of the container, with a key. Without a key, the configuration is refused."""
     (command,) = re.findall(r"docker run (.* pdserve)$", (FOLDER.parent / page).read_text(), re.MULTILINE)
     given = dict(each.split("=", 1) for each in re.findall(r"-e (\S+)", command))
     config = load_config(DEMO, given)

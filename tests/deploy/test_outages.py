@@ -1,5 +1,5 @@
 """Each outage fires its alert in a real Prometheus and is a problem in `/health`, which still returns 200 because
-requests are served. Under `serve`, and with roles alone, which nothing restarts. In pods: `test_chart_pods.py`."""
+requests are served. Tested under `serve` and with roles alone. In pods: `test_chart_pods.py`."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ class Watched:
         return any(said.startswith(alert) for said in await asyncio.to_thread(self.prometheus.firing))
 
     async def fires_among(self, *alerts: str) -> None:
-        """Wait until each of these alerts fires, and perhaps others."""
+        """Wait until each of these alerts has fired; others may fire, too."""
         for alert in alerts:
             for _ in range(120):
                 if await self.has_fired(alert):
@@ -137,7 +137,7 @@ def _is(command: Sequence[str], name: str) -> bool:
 
 @pytest.mark.timeout(600)
 async def test_roles_alone(tmp_path: Path) -> None:
-    """At last the prefill workers, NATS and etcd are killed, and nothing restarts them until their alerts fire."""
+    """At the end, the prefill workers, NATS and etcd are killed, and nothing restarts them until their alerts fire."""
     async with started_without_serve(_file(tmp_path), tmp_path, print, workers=2, frontends=1) as running:
 
         def send(name: str, number: int) -> None:

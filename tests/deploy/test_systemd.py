@@ -58,7 +58,8 @@ def test_each_unit_runs_a_role_with_its_own_ports() -> None:
 
 
 def test_one_file_more_changes_the_settings_of_one_unit() -> None:
-    """Also the graph's file and the index, for a second model. systemd reads files after Environment, in order."""
+    """The file can also set the graph's file and the index, for a second model. systemd reads files after Environment,
+    in order."""
     files = re.findall(r"^EnvironmentFile=(.*)$", COMMON, re.M)
     assert files == ["/etc/pdserve/env", "-/etc/pdserve/%N.env"]
     assert "Environment=GRAPH=/etc/pdserve/graph.yaml INDEX=%i\n" in COMMON
@@ -90,7 +91,8 @@ def test_only_folders_of_pdserve_may_be_written(unit: str) -> None:
 
 
 def test_a_role_starts_again_whatever_its_exit_code() -> None:
-    """Also after exit code 2, because at boot the address, model folder or GPU driver may come later than the unit."""
+    """It restarts after exit code 2, too, because at boot the address, model folder or GPU driver may come later than
+    the unit."""
     assert setting(COMMON, "Restart") == "always"
     assert setting(COMMON, "StartLimitIntervalSec") == "0"
     assert "RestartPreventExitStatus" not in COMMON

@@ -80,7 +80,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
 async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts_are_prefilled_locally(
     graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill
 ) -> None:
-    """This ends when the engine works again."""
+    """Prompts are prefilled remotely again when the engine works again."""
     prefill.engine.faults.going.clear()
     with failing("stalled"):
         assert (await frontend.ask(LONG)).way == FALLBACK
@@ -100,7 +100,7 @@ async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts
 async def test_after_two_untaken_prompts_all_are_local_until_a_worker_is_heard_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So is a waiting prompt with a longer timeout; timeouts grow with the prompt."""
+    """A prompt that waits with a longer timeout is prefilled locally, too. Timeouts grow with the prompt."""
     monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 0.1)
     async with WorkerGraph(max_prefill_queue_size=9) as graph:
         acted, frontend = await graph.act_prefill(), await graph.frontend()

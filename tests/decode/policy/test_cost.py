@@ -144,7 +144,7 @@ def test_a_prompt_goes_to_the_worker_with_its_prefix_where_that_saves_time(
 
 
 def test_a_busy_graph_waits_longer_for_a_prefix() -> None:
-    """What is computed twice delays the prompts after this one."""
+    """Tokens that are computed again delay the prompts after this one."""
     remote = [worker("a", 7500, 1900), worker("b", 5000)]
     assert prefix_choice(2000, remote, 0, rate=0.0) is None
     assert prefix_choice(2000, remote, 0, rate=10.0) is not None

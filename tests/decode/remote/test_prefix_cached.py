@@ -1,4 +1,5 @@
-"""A prompt goes to the prefill worker that has its prefix cached, and to any if that does not begin it."""
+"""A prompt goes to the prefill worker that has its prefix cached, and to any worker if that one does not begin it in
+time."""
 
 import time
 from typing import Any
@@ -53,7 +54,7 @@ async def test_prompts_go_where_the_prompts_before_were_computed(
 async def test_a_worker_reports_prefixes_of_other_decode_workers_prompts(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """Once a prompt has found a prefix; before, nothing is shared."""
+    """Reports start with the first prefix hit, because before it no prompts share a prefix."""
     idle, prefill = [await graph.prefill(f"prefill-{number}", **SLOW) for number in range(2)]
     reports = (await graph.queue()).prefixes()
     await prefill.engine.prefill("of another", LONG, prefill.engine.plain_body(1))
@@ -78,7 +79,7 @@ async def test_own_prompts_are_remembered_as_far_as_they_fit_the_workers_cache(
 
 
 class Preferred:
-    """A prefill worker that has LONG cached and gets prompts, which a test answers; another computes prompts."""
+    """A prefill worker that has LONG cached, whose prompts the test answers; the worker `other` computes prompts."""
 
     def __init__(self, graph: WorkerGraph, acted: ActedPrefill, other: Prefill) -> None:
         self.graph, self.acted, self.other = graph, acted, other

@@ -58,6 +58,7 @@ async def test_flex_prompts_are_computed_one_at_a_time(
 async def test_held_prompts_count_as_queued_and_are_in_the_receipt(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
+    """The receipt's hop `queue` includes the time for which a prompt was held."""
     names = await flood(graph, frontend)
     assert graph.decode.load().queue_depth == 4
     assert shared_queue(graph.broker).stored == 1

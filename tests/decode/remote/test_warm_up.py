@@ -41,14 +41,14 @@ def impatient_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the bound of warm-ups long: a test that waits for the bound then fails."""
+    """Make the bound of warm-ups so long that a test that waits for it fails."""
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 60.0)
 
 
 async def test_workers_warm_up_before_requests_and_only_one_metric_counts_it(
     slow: None,
 ) -> None:
-    """So do a prefill worker, and a decode worker that comes later."""
+    """A prefill worker joins, then a second decode worker."""
     before = warm("ok")
     names = ["pdserve_prefill_queue_wait_seconds_count", "pdserve_kv_transfer_seconds_count"]
     waits, transfers = map(counted, names)
@@ -91,7 +91,7 @@ async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
         assert await anext(answer_sender) == PrefillStarted("w", "prefill-0")
         done = await anext(answer_sender)
         assert isinstance(done, PrefillDone)
-        await holds(lambda: not worker.ready.is_set())  # nor does it send its changed load
+        await holds(lambda: not worker.ready.is_set())
         assert "instances/prefill/prefill-0" not in await registry.read("")
         await engine.generate("w", prompt, body(1), done.handle)
         await until(worker.ready.is_set)
@@ -177,7 +177,7 @@ async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytes
 
 
 async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for running warm-ups nor for retries."""
+    """A drain waits neither for running warm-ups nor for retries."""
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.05)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.01)
     graph = WorkerGraph(drain_timeout=30.0)

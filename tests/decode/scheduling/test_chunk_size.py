@@ -1,4 +1,4 @@
-"""With a promised gap, the chunk is what fits into it at the measured speed."""
+"""With a promised gap, a chunk has the tokens that fit into the gap at the measured speed."""
 
 import math
 
