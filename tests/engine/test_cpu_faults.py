@@ -48,7 +48,7 @@ def test_each_draft_has_the_parameters_of_its_request() -> None:
 
 
 def test_a_placeholder_is_rejected() -> None:
-    """Its index -1 would read other memory, which would accept it."""
+    """Index -1 would read memory before the probabilities, whose values would accept the placeholder."""
     memory = torch.full((2 * VOCABULARY,), 100.0)
     probabilities = memory[VOCABULARY:].view(1, VOCABULARY)
     tokens = torch.full((1, 2), -1, dtype=torch.int32)

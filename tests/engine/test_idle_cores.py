@@ -22,8 +22,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def threads_of(tokens: dict[str, int], *running: int, fails: bool = False) -> int:
-    """Return the threads with which a step with these tokens runs; `running`: what each look finds, the last for
-    ever."""
+    """Return the number of threads of a step with these tokens. `running`: counts of running threads, one for each
+    check; the last repeats."""
     seen, looks = list[int](), list(running)
 
     class Runner:
@@ -63,6 +63,7 @@ def test_streams_and_short_prompts_keep_the_threads_of_the_plan() -> None:
 
 
 def test_the_threads_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variable, the user has chosen the number of threads."""
     monkeypatch.delenv(VARIABLE)
     assert threads_of(PROMPT, 1) == 1
 

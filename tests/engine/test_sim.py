@@ -136,7 +136,7 @@ async def test_answers_are_cached_and_salts_separate_prefixes(decode: SimEngine)
 @pytest.mark.usefixtures("brief_transfers")
 @pytest.mark.parametrize("change", [{}, {"engine_id": "an earlier boot"}, {"port": 1}])
 async def test_kv_that_cannot_be_read_is_recomputed(prefill: SimEngine, change: dict[str, object]) -> None:
-    """From an engine that is silent, has another boot's KV at that port, or is gone."""
+    """The prefill engine is silent, has started again, or is gone."""
     handle = msgspec.structs.replace(await prefilled(prefill, "r", PROMPT), **change)
     prefill.faults.drop_transfers = not change
     async with sim(Role.DECODE, "d") as decode:

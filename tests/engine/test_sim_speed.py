@@ -74,8 +74,8 @@ async def test_steps_keep_their_pace_with_coarse_timers() -> None:
 
 
 async def test_the_time_of_a_step_follows_from_its_contents() -> None:
-    """Two prompts in one step, then both sequences twice, with some 200 tokens of context each, then one sequence
-    twice."""
+    """One step has two prompts, the next two steps have both sequences, with some 200 tokens of context each, and the
+    last two have one sequence."""
     speeds = {"step-seconds": 0.001, "sequence-seconds": 0.002, "context-seconds": 0.015, "prefill-rate": 1e6}
     arguments = {"block-size": 16, "additional-config": {"sim": speeds}}
     async with SimEngine(EngineSpec(Role.DECODE, "d", "demo", engine_args=arguments)) as decode:

@@ -81,7 +81,7 @@ async def test_requests_together_have_their_own_drafts(pair: Engines) -> None:
 
 
 async def test_a_request_continues_after_any_token(pair: Engines) -> None:
-    """As after a migration, also between tokens that one step accepted."""
+    """A migration may continue after any token, also between tokens that one step accepted."""
     prompt, tokens = repeating(500), EXPECTED[500]
     for done in (1, 2, 17, 18, 19, 20, TOKENS - 1):
         name = f"after-{done}"
@@ -91,7 +91,8 @@ async def test_a_request_continues_after_any_token(pair: Engines) -> None:
 
 
 async def test_requests_that_sample_get_tokens(pair: Engines) -> None:
-    """For them vLLM compares probabilities; the first draft after a KV transfer is a placeholder, which has none."""
+    """For requests that sample, vLLM compares probabilities; the first draft after a KV transfer is a placeholder,
+    which has none."""
     one = sampled(TOKENS, temperature=1.0, top_k=1, ignore_eos=True)
     for number in range(3):
         assert tokens_of(await pair.hand_over(f"one-{number}", repeating(500), one)) == EXPECTED[500]

@@ -62,7 +62,7 @@ def test_our_list_has_the_arguments_of_the_installed_vllm() -> None:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_the_fields_of_a_message_are_unchanged(name: str) -> None:
-    """By the installed class, and by its syntax tree, which `vllm_diff` compares."""
+    """Checks the installed class, and its syntax tree, which `vllm_diff` compares."""
     assert fields(resolve(name)) == MESSAGES[name].split() == installed.fields(name), f"{name} {ADVICE}"
 
 

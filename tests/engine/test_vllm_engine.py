@@ -193,7 +193,7 @@ class Engines:
         return await self.go_on(name, prompt, wanted, *await self.first(name, prompt, wanted))
 
     async def all_free(self) -> None:
-        """Wait until all blocks are free; less than a KV lease, because its end frees them too."""
+        """Wait until all blocks are free, for less than a KV lease, because the lease's end frees them too."""
         await until(self.decode.engine.all_blocks_free, 20)
         await until(self.prefill.engine.all_blocks_free, 20)
 
@@ -632,8 +632,8 @@ async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> No
 
 
 async def test_kv_that_its_engine_no_longer_holds_is_computed_again(pair: Engines) -> None:
-    """A request waited longer than the lease, which the decode engine's clock did not show. Another names a prefill
-    from before its engine's restart."""
+    """A request waited longer than the lease, which the decode engine's clock did not show. Another request names a
+    prefill from before the prefill engine's restart."""
     prompt = prompt_of(700, seed=11)
     handle, first = await pair.first("waited", prompt, body())
     await until(pair.prefill.engine.all_blocks_free, within=45)

@@ -20,7 +20,7 @@ from pdserve.util.net import free_port
 
 ANSWERS = {(0, 0): b"metadata"}
 WITHIN, NEVER = 30.0, 0.3
-"""seconds: most for an answer, on a busy machine; after which a missing answer counts as a refusal"""
+"""seconds: longest wait for an answer, on a busy machine; wait after which a missing answer is a refusal"""
 
 
 @contextmanager

@@ -110,7 +110,7 @@ async def test_a_drain_returns_the_waiting_prompts(full: Scene) -> None:
 
 
 async def test_decode_workers_learn_the_load_with_what_is_not_cached(full: Scene) -> None:
-    """Waiting prompts count; of a running one, what has to be computed."""
+    """Waiting prompts count whole, running ones without their cached tokens."""
     await address(full, "mine", list(range(2000, 2300)))
     await until(lambda: full.decode.loads["prefill-0"][0].tokens == 500)
     full.engine.faults.going.set()

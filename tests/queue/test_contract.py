@@ -36,7 +36,7 @@ async def test_each_request_is_delivered_unchanged_to_one_worker_in_order(queues
 
 
 async def test_a_warm_up_bypasses_the_queue_to_its_worker(queues: Queues) -> None:
-    """Also before the worker reads it: of two workers that start together, one asks the other at once."""
+    """It arrives even if sent before the worker reads: when two workers start together, one asks the other at once."""
     decode, prefill, other = await queues(), await queues(), await queues("another model")
     await other.expect_addressed("prefill-0")
     not_coming = asyncio.ensure_future(anext(other.addressed("prefill-0")))
@@ -153,7 +153,7 @@ async def test_a_request_that_is_given_back_is_redelivered_at_once(queues: Queue
 
 
 async def test_an_abandoned_pull_keeps_no_request(queues: Queues) -> None:
-    """Neither a later request, nor one that comes at the same time."""
+    """It keeps neither a later request, nor one that comes at the same time."""
     decode, leaving, other = await queues(), await queues(), await queues()
     for number in range(10):
         pulling = asyncio.create_task(leaving.pull(1, 30))
@@ -228,7 +228,7 @@ async def test_depth_is_known_without_asking(queues: Queues) -> None:
 
 
 async def test_requests_past_their_deadline_do_not_count_though_no_worker_pulls(queues: Queues) -> None:
-    """Nor do requests of a lost decode worker, which withdraws nothing."""
+    """Requests of a lost decode worker, which withdraws nothing, do not count either."""
     gone, decode, prefill = await queues(), await queues(), await queues()
     for name in ("a", "b"):
         await gone.publish(request(name, deadline=1.0))

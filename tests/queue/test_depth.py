@@ -29,7 +29,7 @@ def published(*sequences: int) -> QueueDepth:
             4,
         ),  # redelivered, with newer pending
         (published(9), 1),  # others' requests would be reported if they waited
-        (published(1).reported(QueueState(1, 2)).published(6), 5),  # others wait: so do those stored since
+        (published(1).reported(QueueState(1, 2)).published(6), 5),  # others' requests wait: later ones too
         (published(4, 9).reported(QueueState(5, 1)), 2),
     ],
 )

@@ -61,7 +61,7 @@ async def test_a_queue_works_again_after_an_outage(outage: Outage, lose_data: bo
 
 
 async def test_an_ack_from_before_a_data_loss_acks_no_later_request(nats_outage: NatsOutage) -> None:
-    """Both have the same number, because the server's stream is new."""
+    """Both requests have the same sequence number, because the server's stream is new."""
     decode, first, other = [await nats_outage.queues() for _ in range(3)]
     await publish(decode, "old")
     (held,) = await first.pull(1, 1)

@@ -1,4 +1,4 @@
-"""When prefill workers broadcast their state: where it changes a decision, and at a bounded rate."""
+"""Prefill workers broadcast their state when it may change a decision, and at a bounded rate."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -47,7 +47,7 @@ def state(
             [(state(1), 0), (state(8, pending=2, worker="q"), 9.95)],
             state(9, pending=1),
             False,
-        ),  # another one has
+        ),  # another worker just reported
     ],
 )
 def test_only_what_others_do_not_expect_is_reported(
@@ -90,7 +90,7 @@ async def broadcasts(nats_url: str, namespace: str) -> AsyncIterator[tuple[Queue
 
 
 class Prefill:
-    """A prefill worker that computes nothing: the test says what it has."""
+    """A prefill worker that computes nothing; the test sets its load."""
 
     def __init__(self) -> None:
         self.load = PrefillLoad(0, TOKEN)
@@ -98,7 +98,8 @@ class Prefill:
 
 
 async def ask(queues: tuple[Queues, list[QueueState]], count: int, reads_state: bool = True) -> Any:
-    """Return the asking decode worker's queue, which listens for answers, another one's, and the prefill worker's."""
+    """Return the queues of the decode worker that asks (it listens for answers), of another one, and of the prefill
+    worker."""
     decode, other, prefill = [await queues[0]() for _ in range(3)]
     decode.answers("decode-0-a")
     for number in range(count):

@@ -149,7 +149,7 @@ async def test_a_stream_on_disk_is_used_as_it_is(nats_url: str, namespace: str) 
 
 
 async def test_the_depth_of_a_recreated_stream_is_known(nats_url: str, namespace: str) -> None:
-    """Its sequences begin at 1 again."""
+    """The new stream's sequence numbers begin at 1."""
     async with nats_queues(nats_url, namespace) as queues:
         decode, prefill = await queues(), await queues()
         for _ in range(8):

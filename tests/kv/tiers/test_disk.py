@@ -194,7 +194,7 @@ async def test_a_damaged_block_is_computed(tiers: Tiers) -> None:
 async def test_a_block_that_is_evicted_while_it_is_read_is_computed(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the read saw the old block: another may have been written to its place."""
+    """The read may have seen the old block, but another one may have been written to its place."""
     await filled(tiers)
     read = tiers.file.read
 
