@@ -429,7 +429,7 @@ class VirtualGraph:
 
 @dataclass(frozen=True)
 class Figures:
-    """Percentiles of the requests that began between `begin` and `end`, in milliseconds."""
+    """Percentiles in milliseconds. `of` counts requests that began from `begin` to `end`, in seconds."""
 
     ttft50: float
     ttft99: float

@@ -73,7 +73,7 @@ async def test_too_much_load(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 async def test_failures_that_come_again(tmp_path: Path) -> None:
-    """Remote prefills fail, an engine stalls, decode workers die, all workers hang, and at last the frontends."""
+    """Remote prefills fail, an engine stalls, decode workers die, all workers hang, and at last the frontends hang."""
     speed = {"prefill-rate": 400, "step-seconds": 0.02, "stop-signal": int(STOP_ENGINE)}
     sections = simulated(speed, graph={"drain-timeout": 5})
     async with started(write(sections, tmp_path / "sim.yaml"), tmp_path, print, workers=2) as running:

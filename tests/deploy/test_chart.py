@@ -44,7 +44,7 @@ KNOWN = {*VARIABLES, "PDSERVE_API_KEYS", "POD_NAME", "HF_TOKEN", GROUP_VARIABLE,
 
 
 def test_lint() -> None:
-    """Only with `SECRETS`, because other tests render all other values."""
+    """Lints only with `SECRETS`, because other tests render all other values."""
     linted = helm("lint", SECRETS, "--strict")
     assert linted.returncode == 0, linted.stdout + linted.stderr
 

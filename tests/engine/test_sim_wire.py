@@ -1,4 +1,4 @@
-"""The simulation's own structs against vLLM's: what one writes the other reads, field by field."""
+"""The simulation's own structs against vLLM's: each reads what the other writes, field by field."""
 
 from typing import Any
 

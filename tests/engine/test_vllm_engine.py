@@ -717,7 +717,7 @@ async def test_idle_engines_are_quiet(pair: Engines) -> None:
 
 
 async def test_stalled_reads_are_recomputed_and_their_blocks_come_back(pair: Engines) -> None:
-    """A read of a whole prompt, and a read-ahead of a prompt's beginning."""
+    """Two reads stall: one of a whole prompt, and a read-ahead of a prompt's beginning."""
     prompt, other = prompt_of(700, seed=7), prompt_of(700, seed=23)
     handle, first = await pair.first("stalled", prompt, body())
     computed = await pair.prefill.prefill("p-stalled-ahead", other)

@@ -55,7 +55,7 @@ async def deleted(js: JetStreamContext, config: StreamConfig) -> None:
 
 
 async def goes_on(decode: PrefillQueue, prefill: PrefillQueue) -> bool:
-    """Whether a request passes the queue. One stored while the stream is recreated is lost."""
+    """Whether a request passes the queue. A request stored while the stream is recreated is lost."""
     name = f"r{next(_numbers)}"
     try:
         await publish(decode, name)

@@ -170,7 +170,7 @@ class ClientsComparison:
 
 
 def _turns(counts: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Each count with all systems forwards, backwards, and both once more."""
+    """For each count, yield all systems forwards, then backwards, and both once more."""
     for count in counts:
         for order in (names, names[::-1], names, names[::-1]):
             yield from ((count, name) for name in order)

@@ -1,5 +1,6 @@
 """The baseline of a comparison: one plain vLLM engine with all of the graph's hardware. It has the model, block size,
-lengths and dtypes of the decode workers, the KV space of all workers, and on a CPU host a thread count to be tried."""
+lengths and dtypes of the decode workers, and the KV space of all workers. On a CPU host, several thread counts are
+tried."""
 
 from pathlib import Path
 from typing import Any

@@ -60,7 +60,7 @@ class CandidateResult:
     broke: Tally = field(default_factory=Tally)
     """Requests at `broken` by how they met the SLO."""
     failed: int = 0
-    """Requests with an error at carried rates; if there are none, at the lowest rate."""
+    """Requests with an error at carried rates; if no rate is carried, at the lowest rate."""
     split: str = ""
     """`2P+1D`, or `3 engines`."""
     load: AtLoad | None = None

@@ -16,7 +16,7 @@ UNSTREAMED = (b"stream=True", b"Streaming is not")
 """Messages of refusals caused by `stream` itself."""
 _LAST = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
 UNREADABLE = b"Invalid HTTP request received."
-"""Messages about invalid HTTP heads, which have no route whose error format applies."""
+"""Start of responses to invalid HTTP heads. These have no route, so no error format applies."""
 
 
 def problem(request: FuzzRequest, status: int, kind: str, answer: bytes) -> str:

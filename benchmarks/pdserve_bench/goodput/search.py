@@ -48,7 +48,7 @@ class _Rate:
 
 
 def _sure(kept: int, requests: int, share: float) -> bool | None:
-    """True if surely the share keeps the SLO, False if surely fewer do; None: uncertain."""
+    """True if surely at least `share` keep the SLO, False if surely fewer do; None: uncertain."""
     low, high = wilson(kept, requests)
     return True if low >= share else False if high < share else None
 
@@ -97,12 +97,12 @@ class GoodputSearch:
 
     @property
     def carried(self) -> float | None:
-        """Highest rate found to be carried; None if no tried rate is."""
+        """Highest rate found to be carried; None if no tried rate is carried."""
         return max((rate for rate, share in self._shares.items() if share >= self.share), default=None)
 
     @property
     def broken(self) -> float | None:
-        """Lowest rate found not to be carried; None if all are."""
+        """Lowest rate found not to be carried; None if all tried rates are carried."""
         return min((rate for rate, share in self._shares.items() if share < self.share), default=None)
 
     @property

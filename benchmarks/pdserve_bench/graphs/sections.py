@@ -118,7 +118,7 @@ def _unlist(section: dict[str, Any], key: str) -> None:
 
 
 def _prune_common(sections: Sections) -> None:
-    """Remove keys of Common that no section lists, because they are errors."""
+    """Remove keys of Common that no section lists, because unlisted keys are errors."""
     common = sections.get("Common")
     if common is None:
         return

@@ -16,7 +16,7 @@ from pdserve_bench.multi_round.workload import MultiRound, Question
 _LATE = 0.05
 """Seconds of this program's own delay (p99) above which the report warns."""
 _HELD = 0.01
-"""Share of questions asked late above which the report says so."""
+"""The report mentions late questions if their share is above this."""
 _SHOWN_ERRORS = 5
 _RAW = ("user", "round", "prompt_tokens", "cached_tokens", "output_tokens", "prefill", "error")
 

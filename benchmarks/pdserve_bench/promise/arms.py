@@ -83,7 +83,7 @@ async def replace_settings(registry: Registry, settings: Mapping[str, str]) -> N
 
 
 def in_turn(rates: Sequence[float], arms: Sequence[Arm]) -> Iterator[tuple[float, Arm]]:
-    """Return all arms at each rate, then all of it backwards."""
+    """Yield all arms at each rate, then the same in reverse order."""
     forwards = [(rate, arm) for rate in rates for arm in arms]
     yield from forwards
     yield from reversed(forwards)

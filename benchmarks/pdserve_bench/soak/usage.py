@@ -181,7 +181,7 @@ def _median(samples: Sequence[UsageSnapshot]) -> UsageSnapshot:
 
 
 def leaks(before: UsageSnapshot, after: UsageSnapshot, allowed: Mapping[str, int] = MARGINS) -> list[str]:
-    """Return a sentence for each growth beyond its margin and for each missing process."""
+    """Return a sentence for each growth beyond its margin and for each missing or new process."""
     found = [f"{name} is gone" for name in before.keys() - after.keys()]
     found += [f"{name} is new" for name in after.keys() - before.keys()]
     for name in sorted(before.keys() & after.keys()):

@@ -1,4 +1,4 @@
-"""The engine gets as many prompts at a time as make one chunk."""
+"""The engine gets as many prompts at a time as fill one chunk."""
 
 import asyncio
 

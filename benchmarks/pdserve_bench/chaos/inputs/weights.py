@@ -54,7 +54,7 @@ async def _restart_in_turn(scene: Scene, *roles: Role) -> None:
 
 
 async def _learn(scene: Scene) -> None:
-    """Ask for the new model's outputs, each prompt alone beside the load."""
+    """Ask for the new weights' outputs, one prompt at a time beside the load."""
     graph = scene.running.graph
     found = await answers(LoadClient(graph.url), graph.model, scene.pool, scene.options.patience)
     scene.load.also_right.update(found)

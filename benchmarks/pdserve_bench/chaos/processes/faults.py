@@ -28,7 +28,7 @@ class Target(StrEnum):
     FRONTEND = "frontend"
     ALL_PREFILL = "all-prefill"
     ALL_DECODE = "all-decode"
-    """`all-prefill` and `all-decode`: all of them at once."""
+    """`all-prefill` and `all-decode`: all workers of the role at once."""
     WORKERS = "workers"
     """Prefill and decode workers, one after the other, each back before the next."""
 
@@ -167,8 +167,8 @@ async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
 async def injected(
     how: Harm, victims: Sequence[Victim], supervisor: int, state_dir: Path, beside: Sequence[int] = ()
 ) -> AsyncIterator[None]:
-    """A hang or cut lasts until the context exits; other harms happen on entry. `beside`: processes not started by the
-    supervisor, cut from the victim too. Raises Cannot, and LookupError if a victim has ended by itself."""
+    """A hang or cut lasts until the context exits; other harms happen on entry. `beside`: processes that the supervisor
+    did not start, from which the victim is cut, too. Raises Cannot, and LookupError if a victim has ended by itself."""
     match how:
         case Harm.KILL:
             _send(victims, signal.SIGKILL)

@@ -95,7 +95,7 @@ def _graph(scene: Scene) -> HostsGraph:
 
 
 def _victim(scene: Scene, role: str) -> str:
-    """Select another of several hosts each time."""
+    """Select another host of the role each time."""
     if role != SERVERS:
         places = _graph(scene).of(Role(role))
         role = places[scene.turn % len(places)].name

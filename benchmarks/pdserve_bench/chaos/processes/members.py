@@ -52,7 +52,7 @@ def _clusters(scene: Scene) -> Clusters:
 
 
 async def _led(clusters: Clusters) -> list[ClusterInfo]:
-    """Return the replicas of the prefill queue's stream and consumer as a member reports them; empty without one."""
+    """Return the replicas of the prefill queue's stream and consumer as a member reports them; empty if none does."""
     for member in clusters.nats:
         with suppress(*PASSING, ValueError):
             async with short_connection(member.url) as client:
