@@ -1,5 +1,5 @@
-"""The readme of the package: README.md with whole addresses, because its relative links lead nowhere on an index. All else
-is in pyproject.toml."""
+"""Give the package README.md with whole addresses, because its relative links lead nowhere on an index. All else is in
+pyproject.toml."""
 
 import re
 from pathlib import Path

@@ -220,7 +220,9 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         held, lost = self._confirmations.update(sources)
         for request in lost:
             source = sources[request]
-            logger.warning("request %s: %s no longer held its KV; recomputing it", request, source.engine)
+            logger.warning(
+                "request %s: %s did not confirm that it held the KV; recomputing it", request, source.engine
+            )
             self._handle_failed_transfer(request, None, failed)
         for request in sources.keys() - held - lost:
             done.discard(request)

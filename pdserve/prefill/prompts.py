@@ -95,7 +95,9 @@ class PromptRunner:
                 await until(lambda: not self._running, self._running.changed, TICK)
                 await self._answers.empty()
         except TimeoutError:
-            logger.warning("leaving %d prompts to another worker", len(self._running))
+            logger.warning(
+                "the drain timed out: %d prompts still run, or nobody read their KV", len(self._running)
+            )
 
     async def engine_died(self, death: EngineDead) -> None:
         """Fail the prompts that may have killed the engine, so that no other prefill worker gets them."""

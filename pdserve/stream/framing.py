@@ -251,7 +251,7 @@ class FramedConnection(asyncio.Protocol):
                 if answer := tls.encrypt(b""):
                     self._transport.write(answer)
         except ssl.SSLError as error:
-            self._end(f"is not of this graph: {error.reason or error}")
+            self._end(f"failed in TLS, as of another graph: {error.reason or error}")
             self._transport.close()
             return b""
 

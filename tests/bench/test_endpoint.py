@@ -97,7 +97,7 @@ async def test_a_server_without_a_list_of_models_can_be_asked_for_a_named_one() 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_a_server_without_the_api_is_refused_with_its_answer(answer: bytes, told: str) -> None:
+async def test_an_unusable_server_is_refused_with_the_reason(answer: bytes, told: str) -> None:
     """The error has the reason, and the server's own message if there is one."""
     async with tiny_server(fixed(answer)) as server:
         with pytest.raises(Unavailable, match=told):

@@ -62,7 +62,7 @@ def test_streams_and_short_prompts_keep_the_threads_of_the_plan() -> None:
     assert threads_of({}, 1) == 1
 
 
-def test_the_threads_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_the_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the variable, the user has chosen the number of threads."""
     monkeypatch.delenv(VARIABLE)
     assert threads_of(PROMPT, 1) == 1

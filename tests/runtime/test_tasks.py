@@ -30,7 +30,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 # owners of tasks
 
 
-async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_work_runs_again_and_logs_each_error_once(caplog: pytest.LogCaptureFixture) -> None:
     """Each type of error is logged once."""
     runs = 0
 

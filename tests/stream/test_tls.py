@@ -49,7 +49,7 @@ async def test_a_frontend_of_no_or_another_graph_is_refused(
         async with TcpStreamClient(server.address, "f", credentials) as client:
             await client.send(Hello("1"))
             assert await received == ("f", Hello("1"))
-    assert "is not of this graph" in caplog.text
+    assert "failed in TLS, as of another graph" in caplog.text
 
 
 async def test_a_worker_of_another_graph_gets_nothing(
@@ -90,7 +90,7 @@ async def test_plain_and_tls_ends_refuse_each_other(
 
 
 @pytest.mark.usefixtures("quick_beats")
-async def test_connections_that_do_not_finish_tls_are_ended(
+async def test_connections_that_do_not_greet_are_ended(
     credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`finished` completes the handshake and sends no greeting."""

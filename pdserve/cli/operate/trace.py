@@ -29,7 +29,7 @@ _MIN_ID = 6
 
 def trace(
     request_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="the request's id, or at least 6 characters of it")
+        str | None, typer.Argument(metavar="[ID]", help="the request's id, or its first 6 characters or more")
     ] = None,
     file: GraphFile = None,
     etcd: Etcd = None,
@@ -41,7 +41,7 @@ def trace(
 ) -> int:
     """Show where a request went: each hop with its time, its process, and the reason of a decision or a failure. ID is
     the response's `x-request-id` header, or the `id` in its body. Without ID, list the last requests of all frontends,
-    the newest last. Exit code 1 if the request is not found.
+    the newest last. Exit code 1 unless exactly one is found.
 
     The hops, in order (a request has only those that it went through):
       admission     waits in the frontend for its client's turn and for a worker with capacity
@@ -97,7 +97,7 @@ def matching(receipts: Iterable[Receipt], wanted: str) -> list[Receipt]:
 
 def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     """Say why there may be no such receipt. Pure."""
-    way = f"`{pdserve_command('trace')}` lists the last."
+    way = f"`{pdserve_command('trace')}` lists the last requests."
     if len(wanted) < _MIN_ID:
         return f"{wanted} is too short: give at least {_MIN_ID} characters; {way}"
     minutes = f"{RECEIPT_LIFETIME / 60:.0f} minutes"

@@ -124,7 +124,7 @@ def _take(state: RequestState, pixels: int) -> tuple[str, int]:
         pixel_budget.give_back(*_freed.popleft())
     counted = max(pixels, MIN_COUNTED)
     if state.pixels + counted > MAX_PIXELS:
-        least = f"of which each counts as {MIN_COUNTED} at least"
+        least = f"and each image counts as {MIN_COUNTED} at least"
         raise _refusal(f"the images of a request may have {MAX_PIXELS} pixels together, {least}")
     try:
         pixel_budget.take(state.client, counted)

@@ -47,7 +47,7 @@ def test_values_that_vllm_takes(name: str, value: object, parsed: object) -> Non
         ("tokenizer", None, "has no value: give it one or remove the line."),
     ],
 )
-def test_values_that_vllm_refuses(name: str, value: object, problem: str) -> None:
+def test_values_that_are_refused(name: str, value: object, problem: str) -> None:
     """pdserve refuses them in its own words, before vLLM starts."""
     with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
         parse(name, value)

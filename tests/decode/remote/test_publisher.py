@@ -55,7 +55,7 @@ async def test_flex_prompts_are_computed_one_at_a_time(
     assert await take(graph, acted) == flex[1]
 
 
-async def test_held_prompts_count_as_queued_and_are_in_the_receipt(
+async def test_held_prompts_count_as_queued_also_in_the_queue_hop(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     """The receipt's hop `queue` includes the time for which a prompt was held."""

@@ -47,7 +47,7 @@ async def test_changes_are_kept_but_not_the_loss_of_all_keys(tmp_path: Path) -> 
             await until(lambda: _file(tmp_path) == {"file": "graph.yaml", "settings/c": "1"})
 
 
-async def test_settings_of_another_file_are_dropped_and_adapters_kept(
+async def test_settings_of_another_file_are_ignored_and_adapters_kept(
     tmp_path: Path, etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The settings stay out of etcd until their own file is served again."""
