@@ -96,7 +96,7 @@ class PromptRunner:
                 await self._answers.empty()
         except TimeoutError:
             logger.warning(
-                "the drain timed out: %d prompts still run, or nobody read their KV", len(self._running)
+                "the drain timed out: %d prompts still run, or their KV is unread", len(self._running)
             )
 
     async def engine_died(self, death: EngineDead) -> None:
