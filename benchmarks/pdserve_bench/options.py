@@ -3,12 +3,15 @@
 import argparse
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
-from pdserve.util.errors import ConfigError
+from pdserve.util.errors import ConfigError, PdserveError
+
+N = TypeVar("N", int, float)
 
 BaseUrl = Annotated[
     str | None,
@@ -47,15 +50,28 @@ def seed_of(seed: int | None) -> int:
     return random.SystemRandom().randrange(1 << 31) if seed is None else seed
 
 
+def numbers(text: str, kind: Callable[[str], N]) -> list[N]:
+    """Parse `1,8,32`; empty if a word is no number."""
+    try:
+        return [kind(word) for word in text.split(",")]
+    except ValueError:
+        return []
+
+
 def rates_of(option: str, text: str) -> list[float]:
     """Parse `4,6,8`, requests per second, and sort them. Raises ConfigError."""
-    try:
-        rates = sorted({float(word) for word in text.split(",")})
-    except ValueError:
-        rates = []
+    rates = sorted(set(numbers(text, float)))
     if not rates or not 0 < rates[0] <= rates[-1] < 1000:
         raise ConfigError([f"{option} {text}: give numbers above 0 and below 1000, as 4,6,8."])
     return rates
+
+
+def counts_of(option: str, text: str) -> list[int]:
+    """Parse `1,8,32`. Raises ConfigError."""
+    counts = numbers(text, int)
+    if not counts or not 0 < min(counts) <= max(counts) <= 1000:
+        raise ConfigError([f"{option} {text}: give whole numbers from 1 to 1000, as in 1,8,32."])
+    return counts
 
 
 def program(doc: str | None) -> argparse.ArgumentParser:
@@ -67,12 +83,11 @@ def program(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def counts_of(option: str, text: str) -> list[int]:
-    """Parse `1,8,32`. Raises ConfigError."""
+def exit_code(main: Callable[[], int]) -> int:
+    """Return the code of a `python -m` program; if it raises pdserve's error, log that and return 2 or 1 as `pdserve`
+    does."""
     try:
-        counts = [int(word) for word in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or not 0 < min(counts) <= max(counts) <= 1000:
-        raise ConfigError([f"{option} {text}: give whole numbers from 1 to 1000, as in 1,8,32."])
-    return counts
+        return main()
+    except PdserveError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 from pdserve_bench.graphs.simulated import simulated, write
+from pdserve_bench.options import exit_code
 
-from pdserve.cli import main
+from pdserve.cli import main as pdserve
+from pdserve.util.errors import ConfigError, Unavailable
 
 
 @pytest.mark.parametrize(
@@ -33,5 +35,19 @@ def test_a_wrong_command_line_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(simulated(), tmp_path / "graph.yaml")
-    assert main(command.split()) == 2
+    assert pdserve(command.split()) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError(["--workers 3: no"]), 2), (Unavailable("no graph"), 1)]
+)
+def test_a_program_ends_with_the_error_and_no_traceback(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> int:
+        raise error
+
+    assert exit_code(main) == code
+    assert capsys.readouterr().err == f"{error}\n"
+    assert exit_code(lambda: 7) == 7

@@ -26,7 +26,7 @@ from pdserve_bench.fuzz.corpus import hostile_requests, streamed, unfinished
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
 from pdserve_bench.graphs.launch import REAL, started
 from pdserve_bench.graphs.simulated import simulated, write
-from pdserve_bench.options import program
+from pdserve_bench.options import exit_code, program
 
 FINDINGS = Path("fuzz-findings")
 """Folder for bodies that cannot be typed on a command line."""
@@ -103,4 +103,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

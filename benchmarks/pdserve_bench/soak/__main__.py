@@ -38,7 +38,7 @@ from pdserve_bench.graphs.launch import REAL, started
 from pdserve_bench.graphs.simulated import write
 from pdserve_bench.graphs.watch import GraphWatch
 from pdserve_bench.measure.trace import read_trace
-from pdserve_bench.options import program
+from pdserve_bench.options import exit_code, program
 from pdserve_bench.soak.cost import measure_costs, show_costs, sizes_of
 from pdserve_bench.soak.forms import FORMS, SIMULATED
 from pdserve_bench.soak.requests import MixedLoad
@@ -148,7 +148,7 @@ def _soak(args: argparse.Namespace, folder: Path) -> list[str]:
 def main() -> int:
     parser = program(__doc__)
     parser.add_argument("--real", action="store_true")
-    parser.add_argument("--workers", type=sizes_of, metavar="2,16,64")
+    parser.add_argument("--workers", metavar="2,16,64")
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second, with --workers")
     parser.add_argument("--requests", type=int, help="default: 4000; 600 with --workers")
     parser.add_argument("--warm-up", type=int, default=2000)
@@ -162,10 +162,12 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
-        if args.workers:
+        if args.workers is not None:
             say = partial(print, file=sys.stderr)
             requests = args.requests or 600
-            show_costs(asyncio.run(measure_costs(args.workers, requests, args.rate, Path(folder), say)))
+            show_costs(
+                asyncio.run(measure_costs(sizes_of(args.workers), requests, args.rate, Path(folder), say))
+            )
             return 0
         for name, value in ALLOCATOR.items():
             os.environ.setdefault(name, value)
@@ -175,4 +177,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

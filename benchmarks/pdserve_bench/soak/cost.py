@@ -18,12 +18,13 @@ from pdserve.util.errors import ConfigError, Unavailable
 from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.graphs.clusters import EtcdMember, NatsMember, cluster
-from pdserve_bench.graphs.launch import StartedGraph, started
+from pdserve_bench.graphs.launch import StartedGraph, family, started
 from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.graphs.watch import GraphWatch, series, total
 from pdserve_bench.measure.foreign_cpu import ForeignLoad
 from pdserve_bench.measure.runs import LoadRun, PoissonRequests
 from pdserve_bench.measure.samples import percentile
+from pdserve_bench.options import numbers
 
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
 """Short responses, so that streams of one worker rarely share a step: sharing saves messages in small graphs only."""
@@ -93,7 +94,7 @@ class _Meter:
             self.pids = {instance.pid: instance.role.value for instance in await watch.instances()}
         for server in (self.nats, self.etcd):
             assert server.child is not None
-            self.pids |= {each.pid: server.name.partition("-")[0] for each in _family(server.child.pid)}
+            self.pids |= {each.pid: server.name.partition("-")[0] for each in family(server.child.pid)}
         for each in self.graph.family():
             self.pids.setdefault(each.pid, "serve")
         for pid, kind in self.pids.items():
@@ -124,11 +125,6 @@ class _Meter:
         return found
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
 def _wake_ups(pid: int) -> int:
     lines = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in lines)
@@ -136,10 +132,7 @@ def _wake_ups(pid: int) -> int:
 
 def sizes_of(text: str) -> list[int]:
     """Parse `2,16,64`. Raises ConfigError."""
-    try:
-        sizes = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        sizes = []
+    sizes = sorted(set(numbers(text, int)))
     if not sizes or sizes[0] < 2 or any(size % 2 for size in sizes):
         raise ConfigError([f"--workers {text}: give even numbers, as in 2,16,64; half of each decode."])
     return sizes
