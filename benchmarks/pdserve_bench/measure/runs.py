@@ -97,6 +97,13 @@ class LoadRun:
         return figures
 
 
+def cached_share(finished: Iterable[Exchange]) -> float | None:
+    """Return the share of prompt tokens that the server found in a prefix cache; None if it does not tell."""
+    told = [each for each in finished if each.cached_tokens is not None]
+    prompts = sum(each.prompt_tokens for each in told)
+    return sum(each.cached_tokens or 0 for each in told) / prompts if prompts else None
+
+
 def latency_rows(figures: Mapping[str, float]) -> Rows:
     """Return a table of the latencies in `LoadRun.summary`."""
     names = {

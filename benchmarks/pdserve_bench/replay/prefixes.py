@@ -23,9 +23,10 @@ from pdserve.observe.tables import show, table
 from pdserve_bench.endpoint import find_endpoint, learn_prompts
 from pdserve_bench.graphs.launch import started
 from pdserve_bench.graphs.simulated import simulated, write
+from pdserve_bench.measure.runs import cached_share
 from pdserve_bench.measure.slo import Slo
 from pdserve_bench.measure.trace import Trace, read_trace
-from pdserve_bench.options import program
+from pdserve_bench.options import exit_code, program
 from pdserve_bench.progress import say
 from pdserve_bench.replay.result import ReplayResult
 
@@ -133,7 +134,6 @@ async def measure(
             result = ReplayResult(endpoint, arrivals, SLO, trace.name, 60.0)
             await result.measure()
             figures = result.run.summary(SLO)
-            prompts = sum(each.prompt_tokens for each in result.finished)
             ways = Counter(each.prefill for each in result.finished)
             rows.append(
                 {
@@ -141,7 +141,7 @@ async def measure(
                     "graph": graph.name,
                     "requests": len(arrivals),
                     "failed": figures["failed"],
-                    "hits": sum(each.cached_tokens or 0 for each in result.finished) / max(1, prompts),
+                    "hits": cached_share(result.finished) or 0.0,
                     "remote": ways["remote"] / max(1, len(result.finished)),
                     "ttft p50": 1000 * figures["TTFT p50"],
                     "ttft p99": 1000 * figures["TTFT p99"],
@@ -189,4 +189,4 @@ def _cell(value: object) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

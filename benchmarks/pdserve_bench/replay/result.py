@@ -10,7 +10,7 @@ from typing import Any
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.measure.report import Cell, Column, Report, Rows
-from pdserve_bench.measure.runs import Arrival, LoadRun, OpenLoop, latency_rows
+from pdserve_bench.measure.runs import Arrival, LoadRun, OpenLoop, cached_share, latency_rows
 from pdserve_bench.measure.samples import percentile
 from pdserve_bench.measure.slo import Slo
 from pdserve_bench.progress import say
@@ -78,7 +78,7 @@ class ReplayResult:
             [self.described, *self._notes(figures)],
             complete,
             {
-                "figures": {**figures, "cached": self._cached(self.finished)},
+                "figures": {**figures, "cached": cached_share(self.finished)},
                 "requests": [self._raw(each) for each in self.run.exchanges],
                 "samples": [{**asdict(each), "at": each.at - self.run.began} for each in self.samples],
             },
@@ -106,8 +106,8 @@ class ReplayResult:
             ),
             _row("longest gap p90, ms", [1000 * _gap(window) for window in done]),
         ]
-        if self._cached(self.finished) is not None:
-            rows.append(_row("prefix hits, %", [100 * (self._cached(window) or 0.0) for window in done]))
+        if cached_share(self.finished) is not None:
+            rows.append(_row("prefix hits, %", [100 * (cached_share(window) or 0.0) for window in done]))
         if self.samples:
             rows.append(
                 _row(
@@ -127,11 +127,11 @@ class ReplayResult:
 
     def _notes(self, figures: dict[str, float]) -> list[str]:
         notes = []
-        if (cached := self._cached(self.finished)) is not None:
+        if (cached := cached_share(self.finished)) is not None:
             notes.append(f"Prefix hits: {100 * cached:.1f} % of the prompt tokens.")
         elif self.finished:
             notes.append(
-                "The server does not tell prefix hits: `enable-prompt-tokens-details: true` in `Frontend`."
+                "The server does not tell prefix hits: `enable-prompt-tokens-details: true` in `Processor`."
             )
         sent = zip(self.run.exchanges, self.arrivals, strict=False)  # after Ctrl-C some were not sent
         late = [each.started - self.run.began - due for each, (due, _) in sent]
@@ -143,13 +143,6 @@ class ReplayResult:
         return notes + [
             f"{count} requests failed: {text}" for text, count in self.run.errors()[:_SHOWN_ERRORS]
         ]
-
-    @staticmethod
-    def _cached(finished: Sequence[Exchange]) -> float | None:
-        """Return the share of prompt tokens that the server found in a prefix cache; None if it does not tell."""
-        told = [each for each in finished if each.cached_tokens is not None]
-        prompts = sum(each.prompt_tokens for each in told)
-        return sum(each.cached_tokens or 0 for each in told) / prompts if prompts else None
 
     def _raw(self, each: Exchange) -> dict[str, Any]:
         return {

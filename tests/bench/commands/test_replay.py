@@ -98,7 +98,9 @@ def test_the_report_counts_all_requests_and_tells_what_is_unknown() -> None:
     report = found.report(complete=False)
     assert report.lead.startswith("3 requests: 2 finished, 1 failed, 0 unfinished. 33.3 % kept the SLO")
     notes = " ".join(report.notes)
-    assert "The server does not tell prefix hits" in notes
+    assert (
+        "The server does not tell prefix hits: `enable-prompt-tokens-details: true` in `Processor`" in notes
+    )
     assert "Requests were sent late, by 1.00 s (p99)" in notes
     assert "1 requests failed: HTTP 500 no" in notes
     assert "queued prefills" not in {row[0] for row in report.tables[1].rows}
