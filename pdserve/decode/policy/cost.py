@@ -142,6 +142,12 @@ class SeenLoad:
         return min(own, -left), max(token_seconds, late)
 
 
+def _mean_compute(prompt: int, remote: Sequence[RemoteWorker]) -> float:
+    """Return the seconds to compute a prompt, as the mean over the workers weighted by their speeds."""
+    speed = sum(1 / each.token_seconds for each in remote)
+    return sum(each.compute(prompt) / each.token_seconds for each in remote) / speed
+
+
 def prefix_choice(
     prompt: int, remote: Sequence[RemoteWorker], queued: float, rate: float
 ) -> PrefixChoice | None:
@@ -158,8 +164,7 @@ def prefix_choice(
     def cost(worker: RemoteWorker) -> float:
         return delay(worker.wait, worker.compute(prompt))
 
-    compute = sum(each.compute(prompt) / each.token_seconds for each in remote) / speed
-    anywhere = delay(min(each.wait for each in remote), compute)
+    anywhere = delay(min(each.wait for each in remote), _mean_compute(prompt, remote))
 
     best = min((each for each in remote if each.cached), key=cost, default=None)
     if best is None or cost(best) + MIN_SAVING > anywhere:
@@ -188,8 +193,7 @@ def estimate(
     remote prefill."""
     speed = sum(1 / each.token_seconds for each in remote)
     wait = (queued + sum(each.ahead for each in remote)) / speed
-    # the mean over the workers, weighted by their speeds
-    remote_compute = sum(each.compute(prompt) / each.token_seconds for each in remote) / speed
+    remote_compute = _mean_compute(prompt, remote)
     if choice := prefix_choice(prompt, remote, queued, rate):
         chosen = next(each for each in remote if each.id == choice.worker)
         wait, remote_compute = chosen.wait, chosen.compute(prompt)
