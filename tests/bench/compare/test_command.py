@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -42,13 +43,18 @@ def running(folder: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
     assert list((folder / "tmp").glob("pdserve-*")) == []
 
 
+def compared(folder: Path, load_: str) -> Any:
+    """Return the report of a short comparison."""
+    with running(folder, *load_.split(), "--minutes", "0.2") as process:
+        said, _ = process.communicate(timeout=WITHIN)
+    assert process.returncode == 0, said[-5000:]
+    return json.loads((folder / "found.json").read_text())
+
+
 @pytest.mark.timeout(2 * WITHIN)
 def test_the_verdict_follows_from_its_results(tmp_path: Path) -> None:
     load_ = "--prompt-tokens 200 --answer-len 8 --ttft 2s --gap 1s --share 0.5 --rate 4"
-    with running(tmp_path, *load_.split(), "--minutes", "0.2") as process:
-        said, _ = process.communicate(timeout=WITHIN)
-    assert process.returncode == 0, said[-5000:]
-    report = json.loads((tmp_path / "found.json").read_text())
+    report = compared(tmp_path, load_)
     assert report["complete"]
     data = report["data"]
     results = msgspec.convert(data["results"], list[CandidateResult])
@@ -64,10 +70,7 @@ def test_the_verdict_follows_from_its_results(tmp_path: Path) -> None:
 @pytest.mark.timeout(2 * WITHIN)
 def test_numbers_of_clients_are_measured_side_by_side(tmp_path: Path) -> None:
     load_ = "--prompt-tokens 200 --answer-len 8 --clients 1,4"
-    with running(tmp_path, *load_.split(), "--minutes", "0.2") as process:
-        said, _ = process.communicate(timeout=WITHIN)
-    assert process.returncode == 0, said[-5000:]
-    report = json.loads((tmp_path / "found.json").read_text())
+    report = compared(tmp_path, load_)
     found = {(each["clients"], each["system"]): each for each in report["data"]["figures"]}
     systems = "1 prefill + 1 decode", "aggregated: 2 engines, batch 128"
     assert found.keys() == {(count, system) for count in (1, 4) for system in systems}
