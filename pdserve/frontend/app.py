@@ -100,7 +100,7 @@ class FrontendApp:
             state.key = key.name
 
     async def _answer_by_model(self, request: Request, response: ResponseWriter) -> None:
-        """Apply the key's limits and read the body."""
+        """Apply the key's limits, read the body, and forward the request to its model."""
         state, path = response.state, response.state.path
         state.client = client_of(request, state.key)
         by_query = path not in WITH_BODY
@@ -121,8 +121,8 @@ class FrontendApp:
                 await self._forward(body, request, response)
 
     async def _forward(self, body: ParsedBody, request: Request, response: ResponseWriter) -> None:
-        """Run the request by its model, after admission control. Repeat this if another model takes the model's name
-        before anything was generated."""
+        """Pass the request through its model's admission control to the model's app. Repeat this if another model takes
+        the model's name before anything was generated."""
         name = body.model
         while True:
             model, state = self._models.find(name), response.state

@@ -1,7 +1,7 @@
 """The frontend's plugins: they observe its requests, or add pages to it.
 
-Requests (`app.py`) are answered the same without plugins, and no error of a plugin reaches a client. Each plugin
-implements `Plugin`, and is loaded by its name in `PLUGINS`.
+Plugins change no model's response (`app.py`), and their errors while they observe a request do not reach its client.
+Each plugin implements `Plugin`, and is loaded by its name in `PLUGINS`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,7 +85,7 @@ class Plugin:
         """A request that generates begins; its key is known."""
 
     def end(self, record: RequestRecord) -> None:
-        """A request of a path in `WITH_BODY` has ended."""
+        """A request of a path in `WITH_BODY` has ended. Not called if its client left while sending the body."""
 
     def add_to_report(self, report: ProcessReport) -> ProcessReport:
         """Return this process's report with the plugin's part added."""
@@ -166,7 +166,7 @@ class FrontendPages:
             await response(scope, receive, send)
 
     async def _list(self, request: Request) -> Response:
-        """All models, or the one that the path names."""
+        """All models and adapters, or the one that the path names."""
         listings = [_listing(card) for card in self._models.listed()]
         listings += [_adapter_listing(*adapter) for adapter in self._models.adapters()]
         if not (name := request.path_params.get("name")):

@@ -44,11 +44,11 @@ from pdserve.util.net import url_host
 logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 60.0
-"""Seconds to wait for the models before serving, if other frontends serve meanwhile."""
+"""Most seconds to wait for the models before serving, if other frontends serve meanwhile."""
 OTHER_FILES = 256
 """File descriptors kept for workers, etcd and logs."""
 EXHAUSTED = 1.0
-"""Seconds without accepting after file descriptors ran out."""
+"""Seconds without accepting after file descriptors or memory ran out."""
 KEEP_ALIVE = 125
 """Seconds that an idle connection stays open. Longer than in clients (httpx 5) and reverse proxies (nginx 60, Traefik
 90, Caddy 120), because a server that closes first loses a request that was just sent."""

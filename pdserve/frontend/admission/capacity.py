@@ -57,8 +57,9 @@ def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacit
     """`frontends`: how many share the worker, this one included. Each may always use an equal part of the slots, and
     more if the worker's last report shows that the others leave slots unused.
 
-    Prompts with common prefixes need less of the KV cache than the sum of their tokens. So when that sum reaches the
-    cache's size, one more request at a time is tried, if each earlier one has a token and the worker has free space."""
+    Prompts with common prefixes need less of the KV cache than the sum of their tokens. So when that sum reaches this
+    frontend's part of the cache, one more request at a time is tried, if each earlier one has a token and the worker
+    has free space."""
     if worker.draining:
         return Capacity()
     places = worker.max_num_seqs or DEFAULT_MAX_REQUESTS

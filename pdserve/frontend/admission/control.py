@@ -3,7 +3,7 @@ work is done for them, until the workers have capacity.
 
 Each sequence that a request generates (n, several prompts) needs a permit. The first permit lets the HTTP request in.
 The engine core requests the further ones when the prompt is tokenized. `FairQueue` orders all permits. A request that
-would miss its deadline is refused at once. A full queue refuses the last request in it.
+is expected to miss its deadline is refused. A full queue refuses the last request in it.
 Reasons: docs/decisions/0006-overload.md.
 
 A permit may be taken back (preemption): a sequence pauses for a client that runs less than half as many sequences as
@@ -37,12 +37,12 @@ from pdserve.frontend.admission.wait_estimate import (
 from pdserve.util.errors import BadRequest, Overloaded
 
 GROUP = 8
-"""Sequences of a request that are tagged together; the request's next ones queue behind its client's other requests."""
+"""Most sequences of a request tagged together. The request's next ones queue behind its client's other requests."""
 
 
 class AdmissionControl:
-    """Call `leave` for each request after `enter` or `bypass`, and `advance` whenever the capacity may have grown.
-    `capacity` is called before each grant."""
+    """Call `leave` at the end of each request that called `enter` or `bypass`, and `advance` whenever the capacity may
+    have grown. `capacity` is called before each grant."""
 
     def __init__(
         self,
@@ -140,13 +140,13 @@ class AdmissionControl:
             admission.decide(ModelReplaced())
 
     async def idle(self) -> None:
-        """Wait until no request waits or is inside."""
+        """Wait until all requests have ended."""
         while self.queue or self.flex_queue or self._inside:
             self._left.clear()
             await self._left.wait()
 
     def advance(self) -> None:
-        """Grant permits while the workers have capacity, and preempt sequences of clients that run too many."""
+        """Grant permits while the workers have capacity or `_make_way` preempts a sequence."""
         self._update_rate()
         made_for: Admission | None = None  # a sequence was paused for it, and may be ahead of it in the queue
         while queue := self.queue or self.flex_queue:
@@ -196,9 +196,9 @@ class AdmissionControl:
             admission.paused.remove(permit)
 
     def yield_slots(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
-        """Pause up to `count` of these sequences, because requests wait in their worker's engine. `there`: whether each
-        has a slot in the engine. If any are flex, only flex ones pause; if any of those have a slot, only these. A
-        client's only sequence is left out unless it is unread or flex."""
+        """Pause up to `count` sequences of a worker, because requests wait in its engine. `there`: the sequences, and
+        whether each has a slot in the engine. If any is flex, only flex ones may pause. Of those that may, only ones
+        with a slot pause if any has one. A client's only sequence is left out unless it is unread or flex."""
         permits = [permit for permit in there if permit.admission.is_flex] or list(there)
         permits = [permit for permit in permits if there[permit]] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
@@ -299,8 +299,8 @@ class AdmissionControl:
     # limits
 
     def _check_inside(self, *, is_flex: bool = False) -> None:
-        """Limit the admitted requests, also those that need no worker or whose output is not read. Flex requests do not
-        count against others."""
+        """Raise Overloaded if too many requests are admitted, including those that need no worker or whose output is
+        not read. Flex requests count only against flex requests."""
         most = self._capacity().max_requests + self.limits.max_waiting
         if len(self._inside) >= most and sum(is_flex or not each.is_flex for each in self._inside) >= most:
             raise Overloaded(f"too many requests are running ({len(self._inside):,})")

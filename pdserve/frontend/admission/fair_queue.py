@@ -4,8 +4,9 @@ Each sequence has a finish tag: its tokens plus the larger of two tags, that of 
 virtual time, which is the highest tag that has started. The lowest tag is served next. So a client with one request
 goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
-In addition, a client that runs its share of the slots gets no further sequence while others wait, because sequences may
-last much longer than estimated. A client alone may use every slot, until `first_short` finds a request that takes one.
+In addition, a client that runs its share of the slots gets no further sequence while clients that run less than theirs
+wait, because sequences may last much longer than estimated. A single client may use every slot, until `first_short`
+finds another client's request, which gets one of them by preemption.
 """
 
 from bisect import insort
@@ -15,7 +16,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 _REMEMBERED = 1000
-"""Number of idle clients kept before a cleanup."""
+"""Number of new clients after which idle ones are removed."""
 
 
 @dataclass
@@ -130,7 +131,7 @@ class FairQueue(Generic[E]):
         entry.tag += entry.tokens
 
     def put_back(self, entry: E) -> None:
-        """Undo `start` for a preempted sequence: it stays before its client's later ones. Push the entry afterwards."""
+        """Undo `start`, as for a preempted sequence: it stays before its client's later ones. Then push the entry."""
         self._client(entry.client).running -= 1
         entry.tagged += 1
         entry.tag -= entry.tokens
@@ -140,7 +141,7 @@ class FairQueue(Generic[E]):
         self._client(client).running -= 1
 
     def before(self, entry: E) -> list[tuple[float, int]]:
-        """For each other entry: tokens per sequence, and how many sequences start before this entry's next one."""
+        """For each entry served earlier: tokens per sequence, and how many sequences start before this entry's next."""
         return [
             (other.tokens, _turns_before(other, entry)) for other in self._entries if other.tag < entry.tag
         ]
@@ -158,8 +159,8 @@ class FairQueue(Generic[E]):
 
 
 def is_short(running: int, most: int) -> bool:
-    """Whether a client with `running` sequences gets a slot of the client with the `most`. After that neither is short,
-    so that slots do not go back and forth."""
+    """Whether a client with `running` sequences gets a slot of the client with the `most`. The latter is not short
+    afterwards, so slots do not go back and forth."""
     return most > 2 * running + 1
 
 

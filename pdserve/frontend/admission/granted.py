@@ -43,7 +43,7 @@ class Admission(QueueEntry):
     deadline: float
     """monotonic seconds"""
     is_flex: bool = False
-    """it runs only while no other request waits"""
+    """it starts only while no other request waits, and pauses for others"""
     queued: bool = False
     """its next permit was not granted at once; always false for flex"""
     unused: bool = False
@@ -59,7 +59,7 @@ class Admission(QueueEntry):
 
     @property
     def client_hash(self) -> str:
-        """The client's name at workers, without its key or address."""
+        """The client's name at workers: a hash, because they need not know the key's name or the address."""
         name = blake2s(self.client.encode(), digest_size=6).hexdigest()
         return FLEX_PREFIX + name if self.is_flex else name
 
@@ -94,7 +94,7 @@ class Admission(QueueEntry):
         return SequencePermit(self, begin, drop, pause, can_pause)
 
     def set_unread(self, unread: bool) -> None:
-        """Set whether the client has stopped reading. Call regularly."""
+        """Set whether the client has stopped reading. When it reads again, request its paused permits."""
         if unread != self.unread:
             self.unread = unread
             while self.paused and not unread:
@@ -150,21 +150,22 @@ class GrantedPermits:
 
     @property
     def any_yielding(self) -> bool:
-        """Whether any sequence is flex or unread: such a sequence pauses for any waiting request."""
+        """Whether any sequence is flex or unread: such a sequence may pause for a client that is not short, too."""
         return any(permit.admission.unread or permit.admission.is_flex for permit in self._permits)
 
     def leaves_room(self, places: int, *, is_flex: bool) -> bool:
         """Whether one more sequence that cannot pause leaves one slot in `KEPT` to sequences that can. A flex one must
-        leave those slots free, and flex ones that cannot pause take at most as many, so that other requests find slots
-        at once."""
+        leave those slots empty, and all flex ones that cannot pause get at most as many slots, so that other requests
+        find slots at once."""
         kept = max(places > 1, places // KEPT)
         if is_flex:
             return len(self) < places - kept and self._fixed[True] < max(kept, 1)
         return self._fixed.total() < places - kept
 
     def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
-        """The permits to preempt, in order: unread ones, flex ones, then those of the client that runs the most; the
-        youngest first. A client's only sequence is left out unless it is unread or flex."""
+        """Those of the permits that can pause, in the order to preempt: unread, flex, then by how many sequences the
+        client runs, the most first; the youngest first if equal. A client's only sequence is left out unless it is
+        unread or flex."""
         age = {permit: age for age, permit in enumerate(self._permits)}
 
         def rank(permit: SequencePermit) -> tuple[bool, bool, int, int]:

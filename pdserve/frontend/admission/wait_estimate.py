@@ -9,7 +9,8 @@ _REQUESTS = 32
 _SECONDS = 30.0
 """time constant of the admission rate's mean"""
 _ENOUGH = 1.0
-"""seconds with waiting requests after which the rate is known; a request's duration if that is longer"""
+"""seconds with waiting requests after which the rate is known; if longer, a request's duration, but no more than
+half of `_SECONDS`"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class RequestEstimate:
     _learnt: int = 0
 
     def record(self, output_tokens: int, ttft: float, decode_seconds: float) -> None:
-        """Record a finished, undisturbed sequence. `decode_seconds`: from its first token to its last."""
+        """Record a finished sequence of a single attempt. `decode_seconds`: from its first token to its last."""
         self._learnt = min(self._learnt + 1, _REQUESTS)
         self.output_tokens += (output_tokens - self.output_tokens) / self._learnt
         self.ttft += (ttft - self.ttft) / self._learnt
@@ -72,7 +73,7 @@ class AdmissionRate:
         self._since = now if waiting else None
 
     def admitted(self, tokens: float, now: float) -> None:
-        """Count a request that was admitted after a wait; `tokens` below 0: it was preempted."""
+        """Count a sequence that started after a wait; `tokens` below 0: it was preempted."""
         self._go_on(now)
         self._tokens = max(0.0, self._tokens + tokens)
 
@@ -97,8 +98,8 @@ class AdmissionRate:
 
 def seconds_too_late(wait: float, left: float, run: float, max_wait: float) -> float:
     """By how many seconds a start in `wait` seconds is too late for a request that has `left` seconds and runs for
-    `run`; 0 if in time. Only half of the spare time may be spent waiting, because all of these are guesses and a late
-    request costs as much as a served one. The first request in the queue (`wait` 0) is never refused."""
+    `run`; 0 if in time. Only half of the spare time, and at most `max_wait`, may be spent waiting, because all of these
+    are guesses and a late request costs as much as a served one. With `wait` 0 (first in the queue) it is in time."""
     return max(0.0, wait - max(0.0, min(max_wait, (left - run) / 2)))
 
 

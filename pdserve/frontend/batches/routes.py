@@ -22,9 +22,9 @@ from pdserve.frontend.keys.auth import client_of
 from pdserve.frontend.plugins import Plugin, PluginContext, json_response, query_limit
 
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
-"""Bytes of an upload, and of the body that creates a batch."""
+"""Most bytes of an upload, and most bytes of the body that creates a batch."""
 MAX_UPLOADING = 16 * MAX_FILE
-"""Bytes of all running uploads, in the folder for temporary files. A client gets at most what is still free."""
+"""Bytes of all running uploads, in the folder for temporary files. A client never uses more than is still free."""
 BODY_SECONDS = 600.0
 MAX_LISTED = 10_000
 

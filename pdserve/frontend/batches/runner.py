@@ -32,13 +32,13 @@ QUEUED_LINES = 8
 MAX_PAUSE = 5.0
 """Longest pause of a batch after a refused line, in seconds."""
 UNKNOWN_MODEL_SECONDS = 600.0
-"""Seconds of nothing but 404s before a 404 is a line's result, because the model's workers may not have registered."""
+"""Seconds of nothing but 404s after which a 404 is a line's result. Until then the model's workers may register."""
 MAX_TRIES = 3
 """Tries of a line whose error may be the server's."""
 
 
 class BatchRunner:
-    """Runs the batches of one API key one after another, those of different keys side by side."""
+    """Runs the batches of an API key one after another, unless one has errors, and those of different keys at once."""
 
     def __init__(self, context: PluginContext, store: Store) -> None:
         self._context = context
@@ -108,7 +108,7 @@ class BatchRun:
         self._written = 0.0
         """Monotonic time of the last write."""
         self._unknown_since = float("inf")
-        """Monotonic time of the first 404 since the last other response."""
+        """Monotonic time of the first 404 after the last response with another status."""
         self._line_ended = asyncio.Event()
         self._tries = Counter[int]()
         self._client = httpx.AsyncClient(
@@ -174,7 +174,7 @@ class BatchRun:
         )
 
     async def _wait(self) -> None:
-        """Wait until a line ends, at most `POLL_INTERVAL`. Write the results if the last write is as long ago."""
+        """Wait until a line ends, at most `POLL_INTERVAL`. Write the results if the last write is that long ago."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._line_ended.wait(), POLL_INTERVAL)
         self._line_ended.clear()
@@ -182,7 +182,8 @@ class BatchRun:
             await self._write()
 
     async def _write(self) -> None:
-        """Write the results and read the batch again. Retry while the disk is full; no line is sent meanwhile."""
+        """Write the results and read the batch again. Retry while the disk is full or the database busy; until then, no
+        line is sent."""
         count = len(self._results)
         while True:
             try:
@@ -210,7 +211,7 @@ class BatchRun:
         result = custom_id = None
         try:
             with isolate_errors("batch line") as outcome:
-                # in a thread, like `begin`: a task has less stack left for nested JSON
+                # in a thread, as `begin` checked it: JSON that fits there may be nested too deep for a task
                 line = await asyncio.to_thread(parse, text, self._batch["endpoint"])
                 custom_id = line.custom_id
                 response = await self._client.post(line.url, content=_flex_body(line))
@@ -264,7 +265,7 @@ class BatchRun:
 
 
 def _flex_body(line: Line) -> bytes:
-    """The line's body with `service_tier: flex` at its end: of fields with one name, the last counts."""
+    """The line's body with `service_tier: flex` at its end, because of fields with the same name, the last counts."""
     fields = bytes(line.body)[1:-1].strip()
     return b"{" + fields + b"," * bool(fields) + b'"service_tier":"flex"}'
 

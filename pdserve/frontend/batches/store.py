@@ -1,7 +1,7 @@
 """Files and batches of all API keys: one SQLite database, where each line of a file is a row. All functions block.
 
 Each transaction opens a connection of its own. The rollback journal works wherever file locks do; a WAL needs memory
-shared within one host. `records.left` holds the seconds left of an open batch: a counter, because clocks may be set.
+shared within one host. `records.left` counts down the seconds left of an open batch, because clocks may be set.
 """
 
 import errno
@@ -132,8 +132,9 @@ class Transaction(sqlite3.Connection):
 
     def check_space(self, owner: str, more: int) -> None:
         files = self.all("file", owner)
-        if len(files) + more > MAX_FILES or sum(file["bytes"] for file in files) > MAX_STORED:
-            raise HttpError(400, f"there are {len(files)} files: delete some")
+        size = sum(file["bytes"] for file in files)
+        if len(files) + more > MAX_FILES or size > MAX_STORED:
+            raise HttpError(400, f"there are {len(files)} files with {size} bytes: delete some")
 
 
 class Store:
@@ -288,7 +289,7 @@ class Store:
     @contextmanager
     def _transaction(self, mode: Literal["DEFERRED", "IMMEDIATE"] = "DEFERRED") -> Iterator[Transaction]:
         """Only one IMMEDIATE transaction runs at a time. Raises HttpError of `REFUSALS`. A damaged database is moved
-        aside, and a new one is made."""
+        aside, and the next transaction makes a new one."""
         inode, path = 0, self._data / "batches.db"
         try:
             self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -324,7 +325,7 @@ def _error(code: str, message: str, line: int | None = None) -> Record:
 
 
 def refused(error: Exception) -> HttpError | None:
-    """Return the response to an error that is no fault of the request or the code."""
+    """Return the response to an error that neither the request nor the code causes; None for another error."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
         code = sqlite3.SQLITE_FULL

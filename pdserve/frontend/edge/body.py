@@ -27,7 +27,7 @@ from pdserve.util.errors import BadRequest, Overloaded, PdserveError
 MAX_BODY = 32 << 20
 """Most bytes of a body; prompts of a million tokens fit."""
 MAX_HELD = 256 << 20
-"""Bytes of the bodies of all running requests."""
+"""Most bytes of the bodies of all running requests."""
 PACE, GRACE = 1000.0, 30.0
 """Least average bytes per second of a body; seconds at its start that do not count."""
 MAX_DISCARDED = 2 * MAX_BODY
@@ -82,8 +82,8 @@ class ParsedBody:
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
     """Return the most bytes of a body for a model with this context length: 4 MiB and 64 a token, enough for \\u
-    escapes, lists of token ids and several prompts; 256 KiB and 32 a token if the text is only tokenized. Without a
-    worker, the context length is unknown (0)."""
+    escapes, lists of token ids and several prompts; 256 KiB and 32 a token if the text is only tokenized. At most
+    `MAX_BODY`, also without a worker, when the context length is unknown (0)."""
     if not max_model_len:
         return MAX_BODY
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
@@ -101,7 +101,7 @@ class Budget:
         self.of_client: Counter[str] = Counter()
 
     def take(self, client: str, amount: int) -> None:
-        """Raises Overloaded, and then takes nothing."""
+        """If it raises Overloaded, it has taken nothing."""
         if self.of_client[client] + amount > self._bound - self.used - amount:
             raise Overloaded(self._used_for.format(self.used))
         self.give_back(client, -amount)
@@ -239,8 +239,8 @@ def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
 
 
 def _fields(raw: bytes) -> dict[str, object]:
-    """Return the fields as the model's app will read them: with Python's `json`, which accepts more than the standard:
-    NaN, numbers of any size, other encodings, lone surrogates."""
+    """Return the fields as the model's app will read them; empty if it will refuse the body. It uses Python's `json`,
+    which accepts more than the standard: NaN, numbers of any size, other encodings, lone surrogates."""
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -315,8 +315,8 @@ def _is_true(value: object) -> bool:
         return False
 
 
-def replay(raw: bytes, gone: asyncio.Event) -> Receive:
-    """Return the `receive` for the model's app: the body again and, once `gone` is set, a disconnect."""
+def replay(raw: bytes, left: asyncio.Event) -> Receive:
+    """Return the `receive` for the model's app: the body again and, once `left` is set, a disconnect."""
     sent = False
 
     async def receive() -> Message:
@@ -324,7 +324,7 @@ def replay(raw: bytes, gone: asyncio.Event) -> Receive:
         if not sent:
             sent = True
             return {"type": "http.request", "body": raw, "more_body": False}
-        await gone.wait()
+        await left.wait()
         return {"type": "http.disconnect"}
 
     return receive

@@ -29,8 +29,8 @@ _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
 _uvicorn.setLevel(logging.ERROR)  # it warns of each invalid request, so any client could fill the log
 
 LINGER = 0.5
-"""Seconds until a draining server closes an idle connection, because a request may be on its way. Seconds until a
-refused connection is closed, so that the client reads the error. Seconds from a close to an abort."""
+"""Seconds after which a draining server closes an idle connection (a request may be on its way), a refused connection
+is closed (its client reads the error), and a closed connection is aborted."""
 SWEEP = 1.0
 """Most seconds between two checks of all connections."""
 UNREAD = "pdserve.unread"
@@ -299,7 +299,7 @@ class ClientConnection(HttpToolsProtocol):
         if not waiting and self.scheme == "http":
             return -1, False
         sock = self.transport.get_extra_info("socket")
-        if sock is None:  # the TCP connection is gone, and `connection_lost` is on its way
+        if sock is None:  # the TCP connection has ended, and `connection_lost` will be called
             return -1, False
         try:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -328,7 +328,7 @@ class ClientConnections:
         self.header_timeout = header_timeout
         self.open: set[ClientConnection] = set()
         self.draining = False
-        """the server stops: each new connection gets one request"""
+        """the server stops: each new connection may send one request"""
         self._pause_after = pause_after
         """seconds after which a client counts as not reading"""
         self._write_timeout = write_timeout
@@ -367,7 +367,7 @@ class ClientConnections:
             self._sweep(time.monotonic())
 
     def _sweep(self, now: float) -> None:
-        """Check each connection; abort it if the check fails."""
+        """Check each connection; abort it if its check raises an error."""
         for connection in list(self.open):
             with isolate_errors("client connections") as one:
                 self._look(connection, now)

@@ -21,6 +21,6 @@ ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}) if _A
 """Routes that load and unload LoRA adapters; none unless vLLM's environment variable allows it."""
 WITH_BODY = GENERATING | TOKENIZING | ADAPTERS
 BY_ID = re.compile(r"/v1/responses/[^/]+(/cancel)?")
-"""Requests for a stored response. Any model may answer them, because no response is stored."""
+"""Requests for a stored response. Any model can answer them: with an error, because no model stores responses."""
 BY_QUERY = re.compile(rf"{BY_ID.pattern}|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
 """Requests without a body. The query parameter `model` chooses the model; a single model needs none."""

@@ -261,7 +261,7 @@ class RequestState:
 
     @property
     def reason(self) -> str:
-        """The decode workers' reasons for `prefill`, in the same order."""
+        """The decode workers' reasons for `prefill`, those for `local` first."""
         return ",".join(dict.fromkeys(reason for _, reason in sorted(set(self._placed.values()))))
 
     @property
@@ -270,7 +270,7 @@ class RequestState:
 
     @property
     def instances(self) -> list[str]:
-        """Every decode worker that worked on it, in order."""
+        """Every decode worker to which it was sent, in order."""
         return list(self._instances)
 
     @property

@@ -75,8 +75,8 @@ def error_response(path: str, error: PdserveError) -> Response:
 
 def with_one_shape(path: str, body: bytes, status: int = 0) -> bytes:
     """Give an error of vLLM's app, a whole body or an event of a stream, the shape of `error_body`. The app reports
-    unreadable bodies as `detail`, and errors on Anthropic's route in OpenAI's shape. From 429 on, each status gets one
-    error type: the app calls a 504 TimeoutError or Gateway Timeout."""
+    unreadable bodies as `detail`, and errors on Anthropic's route in OpenAI's shape. Each status of 429 or more gets
+    one error type, because the app calls a 504 either TimeoutError or Gateway Timeout."""
     mark = _EVENT if body.startswith(_EVENT) else b""
     try:
         found = fields = msgspec.json.decode(body.removeprefix(mark))
@@ -115,7 +115,7 @@ class ResponseWriter:
 
     @property
     def redirected(self) -> bool:
-        """Whether another model is to respond, after `restart`, because nothing was sent."""
+        """Whether the model was replaced before anything was sent: after `restart`, the new model responds."""
         failure = self.state.failure
         return failure is not None and failure.redirect and not self.status and not self._disconnected
 
@@ -132,7 +132,7 @@ class ResponseWriter:
         self.ended = False
 
     def disconnect(self) -> None:
-        """Send nothing more: the client is gone."""
+        """Send nothing more: the client has left, or the deadline has passed."""
         if not self.ended and self.refusal is None:
             self.refusal = RequestFailure(CLIENT_LEFT, "the client left")
         self.ended = self._disconnected = True
@@ -168,8 +168,8 @@ class ResponseWriter:
         await self._send_body({"type": "http.response.body", "body": body})
 
     async def fail(self, failure: RequestFailure) -> None:
-        """End the response with an error: the whole response, or the last event of a stream that has begun. The app
-        sends nothing more."""
+        """End the response with an error: as the whole response or, if a stream has begun, as its last event. Further
+        messages of the app are dropped."""
         if self.ended:
             return
         self.refusal = self.refusal or failure
@@ -184,7 +184,7 @@ class ResponseWriter:
         failure, whole = self.state.failure, not first.get("more_body", False)
         generating = self.state.admission is not None and not self.state.prefill
         if not whole and failure is None and generating and _is_stream(start):
-            return  # some streams (responses) begin with an event before anything is generated
+            return  # streams of /v1/responses begin with an event before anything is generated
         self._held = None
         if self.redirected:
             self.ended = True

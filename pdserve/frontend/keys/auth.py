@@ -46,9 +46,9 @@ class ApiKeys:
         """Use these keys from now on. Running requests of a removed key go on."""
         before, self._keys = self._keys, {key.digest: key for key in keys}
         names = {key.name for key in self._keys.values()}
-        for gone in {key.name for key in before.values()} - names:
+        for removed in {key.name for key in before.values()} - names:
             for metric in (KEY_REQUESTS, KEY_TOKENS):
-                metric.remove_by_labels({"key": gone})
+                metric.remove_by_labels({"key": removed})
         self.ledger.replace(self._keys.values(), time.monotonic())
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class KeySource:
         self._take(loaded)
 
     async def follow(self) -> None:
-        """Read the files again whenever they change, and until they can be used. Never returns."""
+        """Read the files again when they have changed; if they cannot be used, at each check. Never returns."""
         while True:
             await asyncio.sleep(CHECK)
             states = await asyncio.to_thread(lambda: {path: stamp(path) for path in self._states})

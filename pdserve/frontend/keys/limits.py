@@ -41,7 +41,7 @@ class Bucket:
         return min(self.limit, self._level + (now - self._at) * self._rate)
 
     def take(self, amount: float, now: float) -> None:
-        """Subtract an amount; a negative one is returned to the bucket."""
+        """Subtract an amount; a negative one is added."""
         self._level, self._at = min(self.limit, self.level(now) - amount), now
 
     def change(self, limit: int, shares: int, now: float) -> None:
@@ -102,7 +102,7 @@ class KeyQuota:
         self.count(kind, amount, now)
 
     def count(self, kind: str, amount: float, now: float) -> None:
-        """Subtract the amount even below zero; a negative one is returned."""
+        """Subtract the amount, even if the level falls below zero; a negative amount is added."""
         if kind in self.buckets:
             self.buckets[kind].take(amount, now)
             self.used[kind] += amount

@@ -1,9 +1,9 @@
 """CORS: which web pages may use the frontend from a browser.
 
-If requests need a key, any page may, because it must send one. If they need none, any page that a user of this machine
-visits could send requests by the user's browser. So a page must be of this machine, or in `Frontend.allowed-origins`.
-A frontend on loopback accepts only Host headers of this machine, because a page's host name could resolve to it (DNS
-rebinding).
+If `Frontend.allowed-origins` is set, only its pages may. Otherwise, if requests need a key, any page may, because it
+must send one. If they need none, only pages of this machine may, because any other page that a user of this machine
+visits could send requests by the user's browser. Then a frontend on loopback also refuses Host headers of other
+machines, because a page's host name could resolve to loopback (DNS rebinding).
 """
 
 import re
@@ -34,7 +34,7 @@ class CrossOrigin:
         open_paths: Collection[str] = (),
     ) -> None:
         """`keys`: empty while requests need none. `host`: the address that the frontend listens on. `open_paths`: paths
-        that never need a key."""
+        that need no key, at least from this machine."""
         self._app, self._keys, self._allowed, self._open = app, keys, allowed, open_paths
         self._hosts = {urlsplit(origin).hostname for origin in allowed}
         self._check_host = is_loopback(host) and ANY not in allowed
@@ -72,5 +72,5 @@ def _name(host: str) -> str | None:
 
 
 def _cors(app: ASGIApp, origins: Sequence[str], pattern: str | None = None) -> CORSMiddleware:
-    """Let pages read all response headers, such as the request's id and the rest of its key's limits."""
+    """Let pages read all response headers, such as the request's id and what its key's limits leave."""
     return CORSMiddleware(app, origins, ["*"], ["*"], allow_origin_regex=pattern, expose_headers=["*"])
