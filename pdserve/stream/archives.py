@@ -28,7 +28,7 @@ _MAX_FILE = 100 << 20
 MAX_ARCHIVE = 1 << 30
 """Largest unpacked size in bytes."""
 PART = 1 << 20
-"""Bytes of an archive in a message."""
+"""Most bytes of an archive in a message."""
 TOO_LARGE = "the model archive is too large to hold only tokenizer and configuration"
 
 

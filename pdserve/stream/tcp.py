@@ -1,8 +1,8 @@
 """The streams on TCP: a listening socket in the decode worker and a connection from each frontend
 (docs/decisions/0021-streams-over-tcp.md), with mutual TLS if the graph has credentials.
 
-Frames (`framing`) contain msgpack. The first frame each way is a greeting: `pdserve-stream/1 <frontend id>`, answered
-by `pdserve-stream/1`; any other greeting closes the connection. Without TLS the frontend appends ` crc32`. A worker
+Frames (`framing`) contain msgpack. The first frame each way is a greeting: `pdserve-stream/1 <name>`, answered by
+`pdserve-stream/1`; any other greeting closes the connection. Without TLS the frontend appends ` crc32`. A worker
 that supports checksums appends it too, and all later frames have checksums.
 """
 
@@ -243,7 +243,7 @@ class TcpStreamServer(Lifetime):
         logger.info("frontend %s connected", name)
 
     def _log_refused(self, connection: FramedConnection) -> None:
-        """Log a connection that is not of a frontend: the first of each address as a warning, because of port scans."""
+        """Log a connection that is not of a frontend. Only the first of an address is a warning: it may scan ports."""
         count = self._refused[connection.host] = self._refused.get(connection.host, 0) + 1
         logger.log(
             logging.DEBUG if count > 1 else logging.WARNING,
@@ -297,7 +297,7 @@ class TcpStreamClient(Lifetime):
             raise PeerGone(self._address)
 
     async def send(self, message: ToDecode) -> None:
-        """Send. Raises PeerGone if the connection is lost; `received` then ends too."""
+        """Send. Raises PeerGone if the connection is lost; `received` then raises it, too."""
         body = bounded(message, encode_to_decode(message))
         if not await self._connection.send(body):
             raise PeerGone(self._address)

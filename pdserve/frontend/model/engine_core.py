@@ -1,8 +1,8 @@
 """Remote engine core: AsyncLLM uses it like vLLM's own engine core, but it runs each request at a decode worker.
 
 AsyncLLM adds a generation (several for n > 1, each with its own permit); `place` submits it to a decode worker;
-`received` hands its outputs to AsyncLLM; it is finished or aborted. `Migration` continues it at another worker if its
-worker is lost; AsyncLLM does not notice. The package's docstring has the whole life cycle.
+`received` hands its outputs to AsyncLLM; `_end` ends it. `Migration` continues it at another worker if its worker is
+lost, which AsyncLLM does not notice. The package's docstring has the whole life cycle.
 """
 
 import asyncio

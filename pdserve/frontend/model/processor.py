@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 Workers = Callable[[], list[Instance]]
 FETCH_TIMEOUT = 10.0
-"""Seconds to fetch a model's archive from a worker."""
+"""Seconds to fetch a model's archive from any worker."""
 ASK_INTERVAL = 1.0
-"""Seconds after which one more task asks the workers for the archive, because a worker may hang."""
+"""Seconds after which one more task asks the workers for the archive, because a worker may not reply."""
 WORKER_POLL_INTERVAL = 0.2
 """Seconds between two rounds of such a task."""
 
@@ -63,7 +63,8 @@ class Processor:
 @asynccontextmanager
 async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
     """Serve the model card while entered; `workers` returns the workers with this card. Entering takes one or two
-    seconds, mostly in a thread. Raises ConfigError or Unavailable if this host cannot serve the card."""
+    seconds, mostly in a thread, and longer to fetch an archive. Raises ConfigError or Unavailable if this host cannot
+    serve the card."""
     if card.vllm_version != VERSION:
         theirs = card.vllm_version or "an unknown version"
         raise ConfigError(
@@ -113,7 +114,7 @@ async def model_folder(card: ModelCard, context: ModelContext, workers: Workers)
 
 async def _archive(card: ModelCard, context: ModelContext, workers: Workers) -> bytes:
     """Fetch the card's archive from any worker. Asks the workers in random order, again and again, because they may
-    register after their card. Starts one more task for this every `ASK_INTERVAL`, because a worker may hang."""
+    register after their card. Starts one more task for this every `ASK_INTERVAL`, because a worker may not reply."""
     archive: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     asked: set[str] = set()
 

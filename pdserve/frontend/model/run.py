@@ -35,7 +35,7 @@ _END_TIMEOUT = 5.0
 
 @contextmanager
 def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestState) -> Iterator[Admission]:
-    """Enter the model's admission control; `run` then waits for its turn. Raises the errors in `REFUSALS`."""
+    """Enter the model's admission control, in which `run` waits, and leave it at the end. Raises REFUSALS."""
     most = max_body(model.card.max_model_len, tokenizing=state.path in TOKENIZING)
     if len(body.raw) > most:
         raise HttpError(413, f"the request body is larger than {most} bytes")
@@ -55,7 +55,7 @@ async def run(
     model: ServedModel, admission: Admission, body: ParsedBody, request: Request, response: ResponseWriter
 ) -> None:
     """Let the model's app respond until the client leaves or the deadline passes. Raises REFUSALS and ModelReplaced."""
-    state, gone = response.state, asyncio.Event()
+    state, left = response.state, asyncio.Event()
     current_request.set(state)
     extensions = request.scope.setdefault("extensions", {})
     extensions[UNREAD], state.has_tools = admission.set_unread, body.has_tools
@@ -69,13 +69,13 @@ async def run(
         async with model.admission.long_text(admission.client) if is_long else nullcontext():
             processor = await model.ready()
             app = processor.aside if body.is_large else processor.app
-            await app(app_scope(request, state.request_id, body), replay(body.raw, gone), response)
+            await app(app_scope(request, state.request_id, body), replay(body.raw, left), response)
 
     app = asyncio.create_task(answer())
     watch = asyncio.create_task(_disconnected(request))
-    left = state.deadline + GRACE - time.monotonic()
+    seconds = state.deadline + GRACE - time.monotonic()
     try:
-        done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({app, watch}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             late = RequestFailure(504, "the request's deadline passed")
             absent = not model.usable_workers and (admission.waiting or not model.card.model)
@@ -88,7 +88,7 @@ async def run(
         await response.fail(SHUTTING_DOWN)
     finally:
         watch.cancel()
-        gone.set()  # not `cancel`: vLLM's handlers would leave their inner tasks behind
+        left.set()  # not `app.cancel`: vLLM's handlers would leave their inner tasks behind
         if admission.waiting:
             app.cancel()
         await _finish(app, response)

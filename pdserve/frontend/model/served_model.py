@@ -39,12 +39,13 @@ class ServedModel:
         self.removal: asyncio.TimerHandle | None = None
         """timer that removes the model; set while its card is not in the registry"""
         self.lost_last_worker = False
-        """the last worker was lost without a drain; then the metric of usable workers stays at 0, for alerts"""
+        """the last worker was lost without a drain, or the model is the configured one; then `hide` leaves the metric
+        of usable workers at 0, for alerts"""
         self.promised = NO_SLO
         self.adapters: dict[str, Adapter] = {}
         """adapters that requests may name, by name"""
         self.slots_per_worker = 1
-        """requests that one decode worker runs at once; without workers, the last known value"""
+        """slots of the largest decode worker; without workers, the last known value"""
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)
 
     async def ready(self) -> "Processor":

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESYNC_INTERVAL = 30.0
-"""Seconds after which models are updated without a registry change: lost workers are reported only for some minutes."""
+"""Seconds after which models are updated even without a registry change, because reports of lost workers expire."""
 RETRY_DELAY = 5.0
 """Seconds between two attempts to build a processor."""
 
@@ -131,8 +131,8 @@ class ServedModels:
         return [card for card in self.known() if self._models[card.name].usable_workers]
 
     def known(self) -> list[ModelCard]:
-        """The models whose requests are served or wait, sorted by name; also those whose processors are being built or
-        whose workers are being connected."""
+        """The models with a card in the registry and no problem, sorted by name; also those whose processors are being
+        built or whose workers are being connected."""
         known = [model for model in self._models.values() if model.removal is None and not model.problem]
         return sorted((model.card for model in known), key=lambda card: card.name)
 
@@ -352,7 +352,7 @@ class ServedModels:
 
 
 def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
-    """Return the newest card, preferably of this frontend's vLLM version, because an upgrade has cards of two."""
+    """Return the newest card of this frontend's vLLM version, or else of any: during an upgrade there are two."""
     ours = installed_vllm().version
     return max(
         (card for _, card in cards),
@@ -361,7 +361,7 @@ def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
 
 
 async def _import_early() -> None:
-    """Import vLLM before the first card arrives, because workers take longer to start than the import."""
+    """Import vLLM while the workers start, which takes longer, so that no model waits for the import."""
     try:
         await asyncio.to_thread(_import_processor)
     except ImportError:

@@ -20,13 +20,13 @@ FETCH_WITHIN = 0.5
 KEPT = 1.0
 """Seconds that the page is cached, because many scrapers must not multiply the work of every process."""
 MAX_MERGED = 100
-"""Most other processes whose pages are merged, because more would take a frontend seconds. In larger graphs,
+"""Most other processes whose pages are merged, because more would take a frontend seconds. In larger graphs, none is:
 scrape each process (`Instance.metrics`)."""
 
 
 class MetricsPage(Plugin):
-    """`/metrics`: the merged metrics of all registered processes. A remote reader needs an admin key, because the page
-    shows hosts and the use of each key."""
+    """`/metrics`: the merged metrics of all registered processes. If keys are configured, a remote reader needs an
+    admin key, because the page shows hosts and the use of each key."""
 
     local_paths = frozenset({"/metrics"})
 

@@ -47,7 +47,7 @@ class Receipts(Plugin):
         self._over: deque[tuple[float, Receipt]] = deque(maxlen=MAX_RECEIPTS)
         """Monotonic time of arrival, and receipt, of finished requests, in the order in which they finished."""
         self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_DETOURS)
-        """The same of the last requests with a detour."""
+        """Such pairs of the last requests that had a detour."""
         self._counts = Counter[str]()
         """Counts of the current tick."""
         self._tokens = 0

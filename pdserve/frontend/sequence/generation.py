@@ -99,7 +99,7 @@ class Generation:
 
     @property
     def prompt_key(self) -> str:
-        """Key of the prompt: equal for all outputs of n > 1, and beams, whose ids are `<key>-<step>-beam-<number>`."""
+        """Key of the prompt: equal for all outputs of n > 1, and for beams (ids: `<key>-<step>-beam-<number>`)."""
         key: str = self.request.external_req_id or self.request.request_id
         return key.rsplit("-", 3)[0] if self.is_beam else key
 
@@ -162,7 +162,7 @@ class Generation:
         self.tokens += tokens
 
     def count_passed(self, tokens: int) -> float | None:
-        """Count tokens passed to the client. Returns the mean seconds between two tokens; None for the first."""
+        """Count tokens passed to the client. Returns their mean gap in seconds; None for the first output."""
         if not tokens:
             return None
         before, self.last_passed = self.last_passed, time.monotonic()

@@ -40,7 +40,7 @@ MAX_ENGINE_DEATHS = 2
 each request that was in the engine is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so
 the second death identifies the request that kills engines."""
 MAX_PARAMETER_BYTES = 32 << 20
-"""Bytes of sampling parameters per request. Each sequence sends them to a worker, so they count once for each."""
+"""Most bytes of sampling parameters per request. Each sequence sends them to a worker, so they count once for each."""
 RETRY_DELAY = 0.5
 """Seconds before a worker that failed a request gets it again, if there is no other worker."""
 
@@ -174,7 +174,7 @@ class Migration:
         self._moved = {word: MIGRATIONS.labels(model, word) for word in LOSSES}  # all series start at 0
         self._max_model_len = max_model_len
         self.waiting: dict[Generation, list[asyncio.TimerHandle]] = {}
-        """generations that wait for a worker, until their deadline"""
+        """generations that wait for a worker, with the timers of their deadline and of retries"""
 
     # the worker is lost
 

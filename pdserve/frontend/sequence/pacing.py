@@ -3,7 +3,7 @@ engine step with a prompt's chunk, a KV read, a migration (docs/slo.md).
 
 A stream has a reserve of a few outputs. While outputs arrive, each one releases an earlier one. When none arrives, the
 held outputs leave one by one, each within the promised gap of the one before. The last output releases all, so that no
-response ends later. A stream that is no faster than its promise holds nothing.
+response ends later. A stream that is no faster than its promise holds only its first output, until the second one.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ MAX_HELD = 16
 """Most outputs in a reserve. At a promised gap of 60 ms they leave within 640 ms, about the duration of a migration.
 All may leave at once when a response ends."""
 MAX_HOLD = 0.25
-"""Seconds that an output is held while others arrive: hardly noticed by a reader, and enough for `MAX_HELD` outputs at
-64 tokens per second."""
+"""Most seconds that an output is held while others arrive: hardly noticed by a reader, and enough for `MAX_HELD`
+outputs at 64 tokens per second."""
 TTFT_MARGIN = 0.1
 """Seconds before the promised TTFT at which the first output leaves even if no second one has arrived. At most a fifth
 of the TTFT."""

@@ -46,11 +46,11 @@ for name, value in _DEFAULTS.items():
 vllm.envs.VLLM_MEDIA_CONNECTOR = "pdserve"
 connector.global_thread_pool = ThreadPoolExecutor(1, "images")
 MAX_PIXELS = vllm.envs.VLLM_MAX_IMAGE_PIXELS if vllm.envs.VLLM_MAX_IMAGE_PIXELS > 0 else 1 << 40
-"""Pixels of a request."""
+"""Most pixels of all images of a request."""
 MIN_COUNTED = 1 << 20
 """Pixels that a smaller image counts as, because models enlarge it."""
 MAX_REQUESTS = 4
-"""Requests with MAX_PIXELS each whose images are held at a time."""
+"""Number of requests with MAX_PIXELS each whose images may be in memory together."""
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow refuses images of twice this, also inside icons
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 pixel_budget = Budget(MAX_REQUESTS * MAX_PIXELS, "images of {} pixels are being worked on")

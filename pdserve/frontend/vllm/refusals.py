@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.engine import EngineCoreRequest
 
 MAX_PROMPT_LOGPROBS = 500_000
-"""Prompt logprobs of one request. A response holds them all at once, some 50 bytes each."""
+"""Most prompt logprobs of one request. A response holds them all at once, some 50 bytes each."""
 VOCABULARY_SIZE = 100_000
 """Assumed number of logprobs per token for -1, which asks for the whole vocabulary."""
 MIN_UPPER_BOUND = -9.2e18

@@ -1,7 +1,7 @@
 """Side loop: vLLM's app runs large requests on an event loop in a thread.
 
 The app does much of its work between two awaits: a response with the logprobs of 4,000 tokens takes seconds. On the
-frontend's loop, all other requests would stall meanwhile, and leases would expire. While a thread does the work, the
+frontend's loop, all other requests would wait meanwhile, and leases would expire. While a thread does the work, the
 frontend's loop runs every few milliseconds. The connection (`receive`, `send`) and the engine (`generate`) stay on the
 frontend's loop. Wraps private methods of vLLM's AsyncLLM, input processor, renderer and logprobs processor
 (`tests/frontend/vllm/test_api_server.py` checks them).

@@ -64,8 +64,9 @@ class Candidates:
         avoid: Set[str] = frozenset(),
         preferred: Iterable[str] = (),
     ) -> list[str]:
-        """Return the next `WINDOW` workers in round-robin order after `last`, then the rest of `preferred`. Workers
-        in `avoid` are returned only if no others are left, and full workers only if none has capacity."""
+        """Return the next `WINDOW` workers in round-robin order after `last`, then the rest of `preferred`; none of
+        `never`. Workers in `avoid` are returned only if there are no others. Of the workers that may be returned, full
+        ones are returned only if all are full."""
         for skipped in (never | avoid, never):
             for workers in (self._free, self._all):
                 if found := _next(workers, last, skipped):

@@ -83,7 +83,7 @@ class Link:
         self.notify_changed()
 
     def pause_generations(self, count: int) -> None:
-        """Preempt `count` of the requests at this worker; admission chooses which."""
+        """Preempt up to `count` of the requests at this worker; admission chooses which."""
         generations = self.generations.values()
         permits = {
             each.permit: bool(each.placed and each.placed.begun) for each in generations if each.permit
@@ -111,9 +111,9 @@ class Link:
         self._outbox.put_nowait(None)
 
     async def send(self, client: TcpStreamClient, listener: "LinkListener") -> None:
-        """Send posted messages until the worker is gone; raises PeerGone after `cut`. When the worker is gone, returns,
-        because `client.deliver` first passes on the worker's last messages (which requests its engine died at), and
-        then raises."""
+        """Send posted messages. Raises PeerGone after `cut`. If the worker is gone, only returns, because
+        `client.deliver` then raises, after it has passed on the worker's last messages, which name the requests that
+        its engine died at."""
         while True:
             if (message := await self._outbox.get()) is None:
                 raise PeerGone(self.instance)

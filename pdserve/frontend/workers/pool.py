@@ -45,9 +45,9 @@ before; long ones would delay prompts at the prefill worker."""
 HAND_OVER_POLL = 0.5
 """Seconds between two checks whether a stand-in is still needed."""
 SILENCE_CHECK_INTERVAL = 0.25
+"""Seconds between two checks whether a worker has sent bytes."""
 MAX_SILENT_CHECKS = 9
-"""Seconds between two checks whether a worker has sent bytes, and number of checks in a row that find none, after which
-it counts as stalled. A healthy worker answers heartbeats."""
+"""Checks in a row that find no bytes, after which a worker counts as stalled: a healthy one answers heartbeats."""
 
 
 class HandedOver(Exception):
@@ -122,11 +122,11 @@ class WorkerPool:
             self._frontends = frontends
             self._touched |= self._links.keys()
         now = {instance.id: instance for instance in instances}
-        for gone in self._instances.keys() - now.keys():
-            self._failures.pop(gone, None)
+        for left in self._instances.keys() - now.keys():
+            self._failures.pop(left, None)
             for policy in POLICIES:
                 with suppress(KeyError):
-                    ROUTER_DECISIONS.remove(policy, gone)
+                    ROUTER_DECISIONS.remove(policy, left)
         before, self._instances = self._instances, now
         self._touched |= {id for id in before.keys() | now.keys() if before.get(id) != now.get(id)}
         self._make_links()
@@ -211,8 +211,8 @@ class WorkerPool:
         if lora is not None:
             known = self._adapters.get(lora.lora_name)
             if known is None or known.id != lora.lora_int_id:
-                gone = f"The lora adapter '{lora.lora_name}' was unloaded, and no worker has it any more."
-                raise BadRequest(gone, "model")
+                message = f"The lora adapter '{lora.lora_name}' was unloaded, and no worker has it any more."
+                raise BadRequest(message, "model")
 
     def has_capacity(self, generation: Generation, *, full: bool = False) -> bool:
         """Whether a usable worker has the generation's adapter and, unless `full`, capacity for one more request."""
@@ -226,8 +226,8 @@ class WorkerPool:
     # routing
 
     def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
-        """Choose a worker, one with capacity if there is any; None if there is no worker. Workers that lost this
-        generation are the last resort, or never chosen with `only_others`. Raises BadRequest if its adapter was
+        """Choose a worker, preferably one with capacity; None if there is no worker. Workers that lost this generation
+        are the last resort, or never chosen with `only_others`. Raises BadRequest if its adapter was
         unloaded."""
         lacking, lost = self._lacking(generation), generation.lost_by
         salt, images = generation.request.cache_salt, prompt_images(generation.request.mm_features)

@@ -1,7 +1,7 @@
 """The router: choose one decode worker among the candidates (`candidates.py`). Pure functions.
 
-`likely_to_keep` drops the workers that would miss the request's promise (`contract/slo.py`); `choose` applies the
-router policy to the others.
+`likely_to_keep` drops workers that would miss the request's promise (`contract/slo.py`) clearly more likely than the
+best one; `choose` applies the router policy to the rest.
 """
 
 from collections.abc import Mapping, Sequence
