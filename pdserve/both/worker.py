@@ -56,8 +56,8 @@ class BothWorker(DecodeWorker):
             request.resolve(OWN)
 
     async def _take_back_untaken(self) -> None:
-        """Prefill locally this worker's prompts that no worker pulls, for ever. A worker that drains, or whose KV cache
-        is full (`Pulling.full`), pulls nothing, not even its own prompts, and all other workers may be full, too."""
+        """While this worker drains or its KV cache is full (`Pulling.full`), prefill locally its prompts that no worker
+        pulls. It pulls nothing then, not even its own prompts, and all other workers may be full, too."""
         pulling = self._prompts.pulling
         while True:
             await asyncio.sleep(POLL_INTERVAL)

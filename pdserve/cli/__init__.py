@@ -70,12 +70,12 @@ COMMANDS = {
         "compare this graph and its splits with the best single engine",
     ),
 }
-"""Name -> import string of the function, or a group's commands, and one line of help."""
+"""Name -> a tuple: the import string of its function (of a group: its commands), and one line of help."""
 _WITHOUT_ENGINE = ("install", "init", "deploy", "status", "trace", "set", "credentials")
 
 _EPILOG = """\
 environment:
-  PDSERVE_STATE_DIR                folder for data and logs of the NATS and etcd of `serve` (default: ~/.pdserve)
+  PDSERVE_STATE_DIR                folder for state and logs of `serve`, instead of the file's (default: ~/.pdserve)
   PDSERVE_NATS, PDSERVE_ETCD       servers to use instead of the file's
   PDSERVE_HOST                     address of this host for other hosts, instead of the file's
   PDSERVE_CREDENTIALS              folder of `pdserve credentials`, instead of the file's
@@ -90,7 +90,7 @@ _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "co
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, by default this process's; return the exit code."""
+    """Run the command of `argv`, by default this process's; return the exit code."""
     if argv is None:
         # Python processes that we start must not import from the current folder, which may be another user's. They
         # would with `-m`, `-c` and multiprocessing.

@@ -31,7 +31,7 @@ _NOTHING = Snapshot([], [], {}, {})
 
 
 class NoGraph(Unavailable):
-    """No graph runs. The text says where pdserve looked for one."""
+    """No running graph was found. The text says where pdserve looked for one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class GraphAddress:
 
 @dataclass(frozen=True)
 class GraphView:
-    """The graph's registered instances: from etcd, or while etcd does not answer, as its supervisor last read them."""
+    """The graph's registered instances: from etcd or, if etcd did not answer at first, as its supervisor read them."""
 
     snapshot: Callable[[], Snapshot]
     connected: Callable[[], bool]
@@ -80,7 +80,7 @@ def find_graph(
 
 @asynccontextmanager
 async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
-    """Open a view of the graph. Raises NoGraph if etcd does not answer and no supervisor runs on this machine."""
+    """Open a view of the graph. Raises NoGraph if etcd does not answer and the graph's supervisor is not here."""
     async with AsyncExitStack() as stack:
         registry = connect(graph.etcd, graph.namespace, graph.credentials)
         try:
@@ -126,8 +126,8 @@ def find_slot(role: Role, file: Path, index: int, node: int = 0) -> tuple[Config
 @contextmanager
 def claim_slot(config: Config, slot: Slot) -> Iterator[None]:
     """Claim the slot on this host with an abstract Unix socket, which ends with the process. Two processes of one slot
-    and model would share a name in logs, metrics and `status`, and workers a KV port. Raises ConfigError if another
-    process has the slot or one of its ports."""
+    and model would share a name in logs, metrics and `status`, and workers also a KV port. Raises ConfigError if
+    another process has the slot or one of its ports."""
     model = "" if slot.role is Role.FRONTEND else config.served_model_name  # a frontend serves all models
     name = f"{config.namespace} {config.etcd} {config.host} {model} {slot.name}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
@@ -145,7 +145,7 @@ def _planned(role: Role, file: Path, index: int, node: int) -> tuple[Config, Slo
     config = load(file)
     plan = make_plan(config, Machine.detect(), roles={role}, index=index, node=node)
     if plan.problems or not plan.slots:
-        what = f"{role.value} number {index}" + f" with a host of node rank {node} (nnodes)" * bool(node)
+        what = f"{role.value} number {index}" + f" that has node rank {node} (nnodes)" * bool(node)
         raise ConfigError([*plan.problems] or [f"{file} has no {what}."])
     for note in plan.notes:
         logger.info("%s", note)

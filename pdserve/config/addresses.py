@@ -35,7 +35,7 @@ def etcd_address(address: str) -> str:
 
 
 def each_address(check: Callable[[str], str]) -> Callable[[object], str]:
-    """Apply the check to each address of a list, or of a text with commas. The result joins them with commas."""
+    """Return a check for a list of addresses, or a text of them with commas. It returns them joined with commas."""
 
     def check_each(value: object) -> str:
         texts = split_servers(value) if isinstance(value, str) else value

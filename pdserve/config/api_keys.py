@@ -1,7 +1,7 @@
 """Reads API keys with their names and limits.
 
 Keys come from the file `Security.api-keys` and from PDSERVE_API_KEYS (keys separated by commas, or `@FILE`); the keys
-of both are accepted. A file has a key, or name=key, on each line, or it is YAML:
+of both sources are accepted. A file has a key, or name=key, on each line, or it is YAML:
 
     alice:
       key: sk-...              # or key-sha256: 64 hex digits; then the file holds no secret
@@ -44,7 +44,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
     "admin": (lambda value: isinstance(value, bool), "true or false"),
     **dict.fromkeys(_LIMITS, (lambda value: type(value) is int and 0 < value <= MAX_LIMIT, _LIMIT)),
 }
-"""Keys of an API key's mapping: a check of the value, and what it must be."""
+"""Fields of an API key -> a check of the value, and what it must be."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ApiKey:
 
     @classmethod
     def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits(), admin: bool = False) -> Self:
-        """Make a key. Without a name it is named by its digest, which is the same in any file."""
+        """Make an `ApiKey` of its secret text. Without a name, it is named by its digest, in any file alike."""
         digest = digest_of(key)
         return cls(name or f"key-{digest.hex()[:12]}", digest, limits, admin)
 
@@ -175,13 +175,13 @@ def _read_yaml(path: Path, text: str, into: FoundKeys) -> bool:
 
 
 def _values(entry: Entry, findings: Findings) -> dict[str, Any]:
-    """Return the valid values of a key's mapping. No problem shows a value."""
+    """Return the valid values of an API key's fields. No problem text shows a value."""
     values = {}
     for name, field_ in entry.children.items():
         valid, rule = _FIELDS.get(name, (None, ""))
         if valid is None:
             hint = did_you_mean(name, _FIELDS, f"remove it, or use one of: {', '.join(_FIELDS)}.")
-            findings.problem(field_, f"is not a key of an API key: {hint}")
+            findings.problem(field_, f"is not a field of an API key: {hint}")
         elif valid(field_.value):
             values[name] = field_.value
         else:

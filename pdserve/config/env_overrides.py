@@ -35,8 +35,8 @@ _SERVICE_LINK = "tcp://"
 def with_environment(
     tree: Mapping[str, Entry], env: Mapping[str, str]
 ) -> tuple[dict[str, Entry], tuple[str, ...]]:
-    """Return the file's sections with the variables in place of their keys, and the variables used. The same checks
-    apply to them, and errors name the variable."""
+    """Return the file's sections with the variables in place of their keys, and the variables used. Their values are
+    checked like the file's; errors name the variable."""
     read = dict(tree)
     used = list[str]()
     for variable, place in [(name, place) for name in VARIABLES for place in VARIABLES[name].split(", ")]:

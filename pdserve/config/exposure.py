@@ -1,5 +1,5 @@
-"""Finds addresses that other machines can reach without protection. A file with such an address is refused, unless
-`Security.allow` accepts it."""
+"""Finds addresses that other machines can reach without protection, for which a file is refused unless
+`Security.allow` accepts them, and addresses that ask for TLS in a graph without credentials."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -16,8 +16,8 @@ Opening = tuple[str, str, str]
 def openings(
     graph: GraphSection, frontend: FrontendConfig | None, security: SecuritySection, keys: bool
 ) -> Iterator[Opening]:
-    """Find openings that are not allowed. `keys`: whether the API requires a key. If the file names no servers,
-    `serve` starts both with credentials of its own."""
+    """Find openings that are not allowed. `keys`: whether the API requires a key. Without `nats` and `etcd`, `serve`
+    starts both with its own credentials."""
     if security.credentials is None and (graph.nats or graph.etcd):
         yield from _of_graph(graph, "plain-graph" in security.allow)
     if frontend is not None and not is_loopback(frontend.host):
@@ -34,8 +34,8 @@ def openings(
 
 
 def _of_graph(graph: GraphSection, allowed: bool) -> Iterator[Opening]:
-    """Find addresses in a graph without credentials. `allowed`: it may be unencrypted, but then no address may ask for
-    TLS."""
+    """In a graph without credentials, find addresses that ask for TLS and, unless `allowed`, those that are on other
+    machines or that other machines reach."""
     plain = f"{_MAKE}, {_or_accept('plain-graph')}."
     named = [("nats", "tls", each) for each in split_servers(graph.nats)]
     named += [("etcd", "https", each) for each in split_servers(graph.etcd)]

@@ -177,7 +177,7 @@ def _check_split(
     findings: Findings,
 ) -> None:
     """Check that there are prefill workers if, and only if, decode workers send prompts to them. `elsewhere`: the file
-    names NATS and etcd, so that prefill workers may run on other hosts, by other files."""
+    names NATS and etcd, so that prefill workers may run on other hosts, with files of their own."""
     remote = decode.own.get("remote-prefill")
     if not decode.entry and not prefill.entry:
         findings.problem_without_line(
@@ -198,7 +198,7 @@ def _check_split(
 
 
 def _with_policy(decode: SectionRead[DecodeSection], findings: Findings) -> SectionRead[DecodeSection]:
-    """Fill in the policy: `adaptive`, or `threshold` if the file sets one."""
+    """Fill in a missing policy: `threshold` if the file sets a threshold, else `adaptive`."""
     thresholds = [name for name in THRESHOLDS if name in decode.own]
     if decode.values.policy == "adaptive":
         for name in thresholds:
@@ -297,7 +297,7 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
 
 
 def _simulated(config: Config) -> Config:
-    """Replace all engines, also if the model's files are not on this host. The file was checked for the real engine."""
+    """Simulate all engines, also if the model's files are not on this host. The file was checked for vLLM."""
     is_absent = find_folder(config.model) is None
     absent = f"{config.model} is not on this host: the demo model's tokenizer replaces its own."
     return replace(
@@ -335,7 +335,7 @@ def _check_nodes(worker: WorkerConfig, args: Arguments, findings: Findings) -> N
 
 
 def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findings) -> None:
-    """Check that `gpu` and `gpu-ids` are as many as the engine's ranks: vLLM puts each rank on its own GPU."""
+    """Check `gpu` against the ranks of one worker, and `gpu-ids` against those of all: each rank has its own GPU."""
     ids, gpu = own.get("ServiceArgs.resources.gpu-ids"), own.get("ServiceArgs.resources.gpu")
     needed = worker.count * worker.ranks
     if ids and worker.nodes > 1:

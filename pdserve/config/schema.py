@@ -46,7 +46,7 @@ def _namespace(name: str) -> str:
 
 
 def _text(value: object) -> object:
-    """Refuse a blank text. (`PydanticCustomError` is reported as "is …, but must be …", by the key's type.)"""
+    """Refuse a blank text, or another type. (`PydanticCustomError` is reported as "is …, but must be …".)"""
     if not isinstance(value, str) or not value.strip():
         raise PydanticCustomError("text", "not a text")
     return value
@@ -317,7 +317,7 @@ class GraphSection(Section):
     stream_port: Port | None = None
     """first of the workers' ports for frontends; a role that runs alone adds its `--index`; not set: free ports"""
     pages_port: Port | None = None
-    """first of the ports for pages (`/metrics`, `/live`, `/ready`), counted likewise; not set: free ports"""
+    """first of the ports for pages (`/metrics`, `/live`, `/ready`), counted as `stream-port`; not set: free ports"""
     state_dir: File = Path("~/.pdserve")
     """folder for the data of the NATS and etcd that `serve` starts; a relative path counts from the file's folder"""
     request_timeout: Seconds = 600.0
@@ -330,7 +330,7 @@ class GraphSection(Section):
 
 @dataclass(frozen=True)
 class SloSection(Section):
-    """The model's promise. If several files have workers of one model, the tightest promise counts."""
+    """The model's SLO. If several files have workers of one model, the shortest of each time counts."""
 
     ttft: Duration = None
     """longest time from a request's arrival to its first token; not set: not promised"""

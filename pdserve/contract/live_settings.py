@@ -74,7 +74,7 @@ def effective_settings(file: Mapping[str, str], live: Mapping[str, str]) -> dict
 
 
 def merge_files(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Merge the settings in the files of several processes."""
+    """Merge the settings in the files of several processes; values that differ become `1 or 2`."""
     found: dict[str, list[str]] = {}
     for file in files:
         for name, value in file.items():

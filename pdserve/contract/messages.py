@@ -197,11 +197,11 @@ class ArchivePart(Struct, frozen=True, tag=True):
 ToFrontend = Placed | Outputs | Failed | WorkerLoad | PrefixesChanged | Refused | ArchivePart
 
 
-# ── to a prefill worker, from a decode worker, by the queue ───────────────────────────────────────────────────────
+# ── to a prefill worker, from a decode worker ─────────────────────────────────────────────────────────────────────
 
 
 class PrefillRequest(Struct, frozen=True, tag=True):
-    """Compute the KV of `prompt` and keep it until it is read. `body` and `traceparent` as in `Submit`."""
+    """Compute the KV of `prompt` and keep it for the decode worker. `body` and `traceparent` as in `Submit`."""
 
     request_id: str
     """unique for each attempt"""
@@ -328,8 +328,8 @@ class PrefillProgress(Struct, frozen=True, tag=True):
 
 
 class PrefillDone(Struct, frozen=True, tag=True):
-    """The KV is ready. Repeated every few seconds until the KV is read or its lease ends. The decode worker uses the
-    first copy, and rejects the KV if no request of its own needs it."""
+    """The KV is ready. Repeated every few seconds until the KV is read or rejected, or its lease ends. The decode
+    worker uses the first copy, and rejects the KV if no request of its own needs it."""
 
     request_id: str
     handle: KvHandle

@@ -29,23 +29,23 @@ class PrefixIndex:
             self.forget(worker)
             self._reported[worker] = (change.block_size, change.stride), set()
         shape, reported = self._reported[worker]
-        holders, alone = self._holders.setdefault(shape, {}), (worker,)
+        holders, new = self._holders.setdefault(shape, {}), (worker,)
         for name in change.stored:
             if name not in reported:
                 reported.add(name)
-                holders[name] = holders[name] + alone if name in holders else alone
+                holders[name] = holders[name] + new if name in holders else new
         self._remove(worker, change.removed)
 
     def forget(self, worker: str) -> None:
-        """Remove a worker that is gone."""
+        """Remove a worker with its names."""
         if worker in self._reported:
             self._remove(worker, list(self._reported[worker][1]))
             del self._reported[worker]
 
-    def _remove(self, worker: str, gone: Sequence[bytes]) -> None:
+    def _remove(self, worker: str, names: Sequence[bytes]) -> None:
         shape, reported = self._reported[worker]
         holders = self._holders.get(shape, {})
-        for name in gone:
+        for name in names:
             if name in reported:
                 reported.discard(name)
                 left = tuple(other for other in holders[name] if other != worker)

@@ -1,8 +1,8 @@
-"""Hashes of prompt prefixes, by which workers report their prefix caches to frontends.
+"""Hashes of prompt prefixes, by which workers report their prefix caches to frontends and decode workers.
 
 A block's name is a hash of that full KV block and all blocks before it. Workers name their engine's cached blocks, and
-frontends the blocks of a prompt. A name takes about 1 us, vLLM's own hash 16 to 39 us. A wrong or stale name costs only
-time, because each engine finds its prefix hits by its own hashes.
+readers of their reports the blocks of a prompt. A name takes about 1 us, vLLM's own hash 16 to 39 us. A wrong or stale
+name costs only time, because each engine finds its prefix hits by its own hashes.
 """
 
 import struct

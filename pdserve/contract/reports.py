@@ -33,12 +33,14 @@ TICK = 2.0
 """Seconds that a `Tick` covers."""
 MAX_TICKS = 150
 """Ticks that a frontend keeps: 5 minutes."""
-MAX_RECEIPTS, RECEIPT_LIFETIME = 1000, 900.0
-"""Number of receipts of finished requests that a frontend keeps, and seconds for which it keeps each."""
+MAX_RECEIPTS = 1000
+"""Most receipts of finished requests that a frontend keeps."""
+RECEIPT_LIFETIME = 900.0
+"""Seconds for which a frontend keeps a receipt."""
 MAX_REPORTED_RECEIPTS = 100
 """Newest receipts in a report. Encoding more would delay the frontend's streams."""
 MAX_DETOURS = 30
-"""Older receipts with a detour in a report, in addition."""
+"""Most older receipts that a report has in addition, because they have a detour."""
 LOST_WORKER_LIFETIME = 600.0
 """Seconds for which a lost worker is reported."""
 POLL_INTERVAL = 1.0
@@ -182,7 +184,7 @@ class ProcessReport(Struct, frozen=True):
     ticks: list[Tick] = []
     """of a frontend: newest last"""
     receipts: list[Receipt] = []
-    """of a frontend: newest first, `MAX_REPORTED_RECEIPTS` and `MAX_DETOURS`"""
+    """of a frontend, newest first: `MAX_REPORTED_RECEIPTS`, and up to `MAX_DETOURS` older ones with a detour"""
     outages: list[Outage] = []
     gone: list[LostWorker] = []
     """of a frontend"""

@@ -17,7 +17,7 @@ MIN_SECONDS, MAX_SECONDS = 0.001, 3600.0
 TTFT_UNCERTAINTY = 0.4
 """Relative uncertainty of a predicted TTFT (0.4 = +-40 %), because other requests arrive meanwhile."""
 GAP_VARIATION = 0.3
-"""Relative amount by which the longest of several steps with a prefill chunk exceeds their mean."""
+"""Part of the longest of several steps with a prefill chunk by which their mean may be shorter."""
 MIN_MISS_DIFFERENCE = 0.05
 """Smallest difference in expected SLO misses that alone decides between workers, or for remote prefill."""
 OFF = "off"
@@ -77,7 +77,7 @@ def format_duration(value: float | None) -> str:
 
 
 def tightest_slo(slos: Iterable[SloTargets]) -> SloTargets:
-    """Merge the SLOs in the files of several workers."""
+    """Merge the SLOs in the files of several workers: the shortest of each time counts."""
     known = list(slos)
     ttfts = [each.ttft for each in known if each.ttft is not None]
     gaps = [each.gap for each in known if each.gap is not None]
@@ -101,7 +101,7 @@ def _ramp(value: float, low: float, high: float) -> float:
 
 
 def _relaxed(seconds: float | None, headers: Mapping[str, str], name: str) -> float | None:
-    """Without an SLO the header is ignored, as any unknown header."""
+    """Return the longer of SLO and header, in seconds. Without an SLO, the header is ignored like an unknown one."""
     if seconds is None or (text := headers.get(name)) is None:
         return seconds
     try:

@@ -22,7 +22,7 @@ from pdserve.util.errors import ConfigError
 _FRONTEND = "dynamo.frontend"
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main", "dynamo.vllm", _FRONTEND)
 _OTHER_PROGRAMS = ("echo", "printf", "which", "pgrep", "pkill", "grep", "man")
-"""Commands that name vLLM in their arguments and do not start it."""
+"""Programs whose arguments may name vLLM, but which do not start it."""
 _YAML = (".yaml", ".yml", ".json")
 _KV_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _DYNAMO = re.compile(
@@ -129,7 +129,8 @@ def _of_mapping(document: Mapping[Any, object]) -> Server:
 
 
 def _of_commands(commands: Iterable[list[str]], source: str) -> list[Server]:
-    """Return the commands' servers. Equal commands share a port and count once; Dynamo's workers have no port."""
+    """Return the commands' servers. Equal commands count once, because they would share a port; Dynamo's workers have
+    none, and all count."""
     found = list[Server]()
     for words in commands:
         server = _of_command(words)

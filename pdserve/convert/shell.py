@@ -11,7 +11,7 @@ from pathlib import Path
 from pdserve.util.errors import ConfigError
 
 MAX_VARIABLE = 100_000
-"""Longest value of a variable in characters, and most words of an array."""
+"""Most characters of a variable's value; each word of an array counts as one more."""
 
 
 def _nested(left: str, right: str) -> str:

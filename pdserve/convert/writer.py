@@ -228,6 +228,6 @@ def _scalar(value: object) -> str:
 
 
 def keys_file(graph: Graph, path: Path) -> str:
-    """Set Security.api-keys, and return the text of that file. Short keys are kept: the graph warns of them."""
+    """Set Security.api-keys to `path`, and return the text for it. Short keys stay; the graph warns of them."""
     graph.sections.setdefault("Security", {})["api-keys"] = path.name
     return "".join(f"client-{number}={key}\n" for number, key in enumerate(graph.keys, 1))

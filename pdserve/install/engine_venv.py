@@ -31,7 +31,7 @@ ENGINE_VARIABLE = "PDSERVE_ENGINE"
 """Environment variable with the folder of the engine's environment."""
 _DONE = ".pdserve-installed"
 _NO_SOLUTION = 1
-"""uv's exit code if no source has the package. Others mean that a source does not answer, which the install reports."""
+"""uv's exit code if no source has the package. After any other failure, the install itself reports the cause."""
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _AGAIN = "run it again, and it continues where it stopped"
 _EXTRA_INDEXES = "UV_EXTRA_INDEX_URL"
@@ -181,7 +181,8 @@ def _uv(folder: Path) -> str:
 
 
 def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
-    """Return environment variables that add pip's package sources to uv's own."""
+    """Return environment variables that add pip's package sources to uv's own, and PyTorch's if none has the CPU
+    build."""
     sources = pip_settings(folder)
     if platform == "gpu":
         # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.

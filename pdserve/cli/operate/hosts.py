@@ -1,4 +1,4 @@
-"""Checks for `pdserve doctor` that this host reaches each port of the graph's processes, and reads their KV."""
+"""Checks for `pdserve doctor` that this host reaches each port of the graph's processes, and can read their KV."""
 
 import asyncio
 import json
@@ -18,9 +18,9 @@ from pdserve.util.errors import ProtocolError, error_text
 CONNECT_TIMEOUT = 3.0
 """Seconds. All ports are tried at the same time."""
 MEASURE_TIMEOUT = 30.0
-"""Seconds for a host, most of them for imports."""
+"""Seconds for the measurement of a host, most of them for imports."""
 MAX_MEASURED = 8
-"""Hosts whose KV is measured, one after the other, because they share this host's network."""
+"""Most hosts whose KV is measured: one after the other, because they share this host's network."""
 
 
 class Finding(NamedTuple):
@@ -51,8 +51,8 @@ def decoded(values: Iterable[bytes]) -> list[Instance]:
 
 
 async def check_hosts(plan: Plan, instances: list[Instance]) -> AsyncIterator[Finding]:
-    """Connect to all ports at once, so that a host that does not answer delays no other; then measure KV host by
-    host."""
+    """Connect to all ports at once, so that a silent host delays no other. Then measure KV host by host, from one
+    worker of each."""
     ports = [port for instance in instances for port in _ports(instance)]
     attempts = dict(zip(ports, await asyncio.gather(*map(_connect, ports)), strict=True))
     measured = 0
@@ -142,7 +142,7 @@ async def _measure(plan: Plan, address: str) -> Finding:
 
 
 async def _run_json(command: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """Return the JSON in the last line of the output: NIXL writes other lines before."""
+    """Return the JSON in the last line of the output (NIXL writes lines before it); {"error": ...} if it fails."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, env=env, stdout=pipe, stderr=pipe)
     try:

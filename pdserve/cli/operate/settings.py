@@ -24,8 +24,8 @@ def change_settings(
     credentials: CredentialsFolder = None,
 ) -> int:
     """Change settings of a running graph at once, without a restart. They are stored in etcd and win over the file
-    until they are unset, also after a restart; if `serve` runs its own etcd, until another file is served.
-    A threshold alone also sets policy: threshold. Without arguments, show the settings.
+    until they are unset, also after a restart. If `serve` runs its own etcd, serving another file drops them.
+    A threshold without a policy selects policy: threshold. Without arguments, show the settings.
 
     examples:
       pdserve set                                   show all settings

@@ -66,7 +66,7 @@ def status(
     """Show a running graph: problems, processes, models, the prefill queue and live settings. Processes are those
     registered in etcd, with the load and KV usage that they report (`?`: a process does not answer), and missing ones.
     If etcd does not answer, they are those that `serve` on this machine last saw in etcd. Exit code 1 if nothing runs,
-    3 if there is a problem (`problems` in --json). With --watch, refresh each second until Ctrl-C.
+    3 if a problem (`problems` in --json) is more than info. With --watch, refresh each second until Ctrl-C.
 
     examples:
       pdserve status                         the graph that runs on this machine

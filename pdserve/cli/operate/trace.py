@@ -41,7 +41,7 @@ def trace(
 ) -> int:
     """Show where a request went: each hop with its time, its process, and the reason of a decision or a failure. ID is
     the response's `x-request-id` header, or the `id` in its body. Without ID, list the last requests of all frontends,
-    the newest last. Exit code 1 unless exactly one is found.
+    the newest last. Exit code 1 if ID finds none or several.
 
     The hops, in order (a request has only those that it went through):
       admission     waits in the frontend for its client's turn and for a worker with capacity
@@ -50,7 +50,7 @@ def trace(
       engine-queue  waits in the engine for KV blocks or a slot
       prefill       the engine computes its prompt
       transfer      the decode worker waits for KV blocks and reads the prefill worker's KV
-      first-step    from the end of the transfer to the first token
+      first-step    the decode engine's first step with that KV
       decode        from the first token to the last
       fallback      remote prefill failed: the decode worker computes the prompt
       migration     its decode worker was lost: another one continues

@@ -21,8 +21,8 @@ def serve(
 ) -> int:
     """Run the whole graph of FILE on this machine until Ctrl-C: frontends, decode workers, prefill workers, and NATS
     and etcd unless the file names servers. Problems of the file or the machine are reported before anything starts
-    (exit code 2). A process that crashes is restarted without limit; `pdserve status` and /health show it. If no
-    process of its role was ever ready, everything stops with the cause (exit code 1, or 2 for a wrong configuration).
+    (exit code 2). A process that crashes is restarted; `pdserve status` and /health show it. If its starts fail before
+    any process of its role was ready, everything stops with the cause (exit code 1, or 2 for a wrong configuration).
 
     examples:
       pdserve serve                           the bundled demo model, on the CPU or on two GPUs

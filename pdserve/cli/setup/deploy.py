@@ -51,7 +51,8 @@ def _with_paths(text: str, old: str, new: str) -> str:
 
 
 def example(name: str, file: Path) -> str:
-    """Return the text of an example graph, with commands for `file`. Raises ConfigError with all names if none fits."""
+    """Return the text of an example graph, with commands for `file`. Raises ConfigError, with all names, for a wrong
+    name."""
     known = {path.stem: path for path in sorted((FILES / "configs").glob("*.yaml"))}
     if name not in known:
         heads = (f"  {each:<8} {path.read_text().splitlines()[0][2:]}" for each, path in known.items())

@@ -36,13 +36,13 @@ def doctor(
     ] = None,
 ) -> int:
     """Check what the graph of FILE needs on this host: everything that `pdserve serve` checks, and ports. If the file
-    names servers, also check that this host reaches NATS, etcd and each port of the processes on other hosts, and
-    measure the bandwidth and latency of each host's KV. Each line is ok, warn or fail, and says what to do. Exit code 1
-    if a check failed.
+    names servers, also check that this host reaches NATS, etcd and each port of the registered processes, and measure
+    the bandwidth and latency of KV reads from up to 8 hosts. Each line is ok, warn or fail, and says what to do. Exit
+    code 1 if a check failed.
 
     examples:
       pdserve doctor -f graph.yaml
-      pdserve doctor -f graph.yaml --role prefill      on each host, before and after the first one serves
+      pdserve doctor -f graph.yaml --role prefill      on each host, before and after its process starts
     """
     plan = make_plan(load(file), Machine.detect(), roles=role or None, index=0 if role else None)
     if not plan.slots:

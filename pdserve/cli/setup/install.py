@@ -64,8 +64,8 @@ def use_engine() -> None:
 
 
 def need_engine(yes: bool = False) -> None:
-    """Offer to install a missing engine, then run the command in its environment. Raises ConfigError if the user
-    declines."""
+    """Run the command in the engine's environment. Install a missing engine if `yes`, or if the user at the terminal
+    agrees. Raises ConfigError otherwise."""
     use_engine()  # again, because an option may have changed which engine is needed
     if installed_vllm().package:
         return

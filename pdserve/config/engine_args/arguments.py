@@ -19,7 +19,7 @@ N = TypeVar("N", int, float)
 
 PATH = Path(__file__).with_name("vllm_arguments.json")
 KV_ROLES = {Role.DECODE: "kv_consumer", Role.PREFILL: "kv_producer", Role.BOTH: "kv_consumer"}
-"""Role -> vLLM's name in `kv-transfer-config`. With NIXL each of them sends KV; `kv_both` is deprecated."""
+"""Role -> `kv_role` of vLLM. BOTH needs no `kv_both` (deprecated): with NIXL, a `kv_consumer` sends KV too."""
 
 
 class Argument(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ SPECULATION_ARGUMENTS = {
 }
 """Engine arguments of speculative decoding -> the key of speculative-config that they set."""
 _WITHOUT_MODEL = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
-"""Methods that take drafts from the tokens so far."""
+"""Methods of speculative decoding without a draft model: they take drafts from the tokens so far."""
 RESPONSE_ARGUMENTS = SAMPLING_ARGUMENTS | {
     "max-logprobs",
     "reasoning-config",
@@ -126,7 +126,7 @@ def arguments() -> Mapping[str, Argument]:
 
 @cache
 def canonical(name: str) -> str | None:
-    """Return vLLM's first name for an argument or an alias of it; None if vLLM has no such argument."""
+    """Return vLLM's own name of the argument that has this name or alias; None if vLLM has none."""
     if name in arguments():
         return name
     return next((known.name for known in arguments().values() if name in known.aliases), None)

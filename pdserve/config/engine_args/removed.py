@@ -49,7 +49,7 @@ _INSTEAD = {
 
 
 def is_vllm_config(names: Iterable[object]) -> bool:
-    """Whether these are keys of a file of `vllm serve --config`: vLLM's arguments, not sections of a graph."""
+    """Whether most of these keys are vLLM's arguments, as in a file of `vllm serve --config`."""
     written = [str(name).replace("_", "-") for name in names]
     known = [name for name in written if canonical(name) or removed(name) or name == "model-tag"]
     return len(known) > len(written) / 2
@@ -61,7 +61,7 @@ def _versions() -> Mapping[str, str]:
 
 
 def removed(name: str) -> Removed | None:
-    """Return None if vLLM has the argument, or never had it. `name` is in kebab-case."""
+    """Return when vLLM removed the argument (kebab-case), and its replacement; None if vLLM has or never had it."""
     if (since := _versions().get(name)) is None:
         return None
     return Removed(since, next((text for names, text in _INSTEAD.items() if re.fullmatch(names, name)), ""))

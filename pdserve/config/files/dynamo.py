@@ -61,7 +61,7 @@ _ROUTERS = {"random": "round-robin", "kv-load": "least-loaded"}
 
 def from_dynamo(tree: Mapping[str, Entry], findings: Findings) -> dict[str, Entry]:
     """Return the sections of a Dynamo file as pdserve reads them, with the keys of Common in the sections that list
-    them. Each key that is dropped or renamed is noted in the findings."""
+    them. Notes in the findings name the keys that are dropped or mean another one."""
     read, sections = dict(tree), _with_common(tree, findings)
     read.pop("Common", None)
     for name, why in _SECTIONS.items():
@@ -132,7 +132,8 @@ def _rename(
 
 
 def _move_to_others(read: dict[str, Entry], sections: dict[str, Section], findings: Findings) -> None:
-    """Move the router to the Processor and the served name to the Frontend; drop workers' keys from the Processor."""
+    """Move the router to the Processor and the served name to the Frontend. Drop engine arguments of the Processor
+    that the worker does not have with the same value."""
     processor, frontend = sections.setdefault("Processor", {}), sections.setdefault("Frontend", {})
     for name in (*_WORKERS, "Processor"):
         section = sections.get(name, {})
@@ -151,7 +152,7 @@ def _move_to_others(read: dict[str, Entry], sections: dict[str, Section], findin
     for name, entry in list(processor.items()):
         of_worker = name != "model" and canonical(name) == name and not shapes_response(name)
         if of_worker and (name not in worker or worker[name].value != entry.value):
-            findings.note(processor.pop(name), " has no meaning here: the worker's own value counts.")
+            findings.note(processor.pop(name), " has no meaning here: set it in the worker's section.")
     for name, section in (("Processor", processor), ("Frontend", frontend)):
         if section:
             read.setdefault(name, Entry(name, next(iter(section.values())).line))

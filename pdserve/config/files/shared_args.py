@@ -103,7 +103,8 @@ def follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> 
 def without_stand_in(
     decode: Arguments, prefill: SectionRead[PrefillSection], findings: Findings
 ) -> SectionRead[PrefillSection]:
-    """Turn stand-in off if prefill workers take shorter prompts than decode workers."""
+    """Turn stand-in off if prefill workers have another max-model-len than decode workers. A problem if the file sets
+    stand-in."""
     entry, longest = prefill.args.get("max-model-len"), decode.get("max-model-len")
     if entry is None or not prefill.values.stand_in or (longest and longest.value == entry.value):
         return prefill

@@ -77,8 +77,8 @@ _OPPOSITES = (
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
-    """Return `did you mean …?` with the valid name that `name` abbreviates or misspells; `otherwise` if there is none.
-    A name that means the opposite, or has words that `name` lacks, is not offered."""
+    """Return `did you mean …?` with the valid names (up to three) that begin with `name`, or with the one that it
+    misspells; else `otherwise`. Of misspellings, none that means the opposite or has further words is offered."""
     names = list(valid)
     longer = [each for each in names if re.match(re.escape(name) + r"[-_]", each, re.IGNORECASE)]
     if 1 <= len(longer) <= 3:

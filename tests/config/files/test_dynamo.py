@@ -184,7 +184,7 @@ def test_a_workers_argument_in_the_processor_is_dropped(tmp_path: Path, key: str
     text = FILE.replace("  router-num-threads: 4\n", f"  {key}\n").replace(
         "Processor:\n", "Processor:\n  model: demo\n"
     )
-    assert f"Processor.{key.split(':')[0]} has no meaning here: the worker's own value counts" in " ".join(
+    assert f"Processor.{key.split(':')[0]} has no meaning here: set it in the worker's section" in " ".join(
         notes(tmp_path, text)
     )
 
@@ -244,7 +244,7 @@ def test_refused_keys_say_what_to_write(tmp_path: Path, old: str, new: str, said
     assert said in " ".join(problems(tmp_path, FILE.replace(old, new)))
 
 
-@pytest.mark.parametrize(("size", "said"), [(16, "set nnodes"), (3, "take --role")])
+@pytest.mark.parametrize(("size", "said"), [(16, "set nnodes"), (3, "plan shows it with --role")])
 def test_more_gpus_than_a_host_has_point_to_nnodes(tmp_path: Path, size: int, said: str) -> None:
     sized = FILE.replace("gpu: '1'", f"gpu: '{size}'").replace(
         "  router: kv", f"  tensor-parallel-size: {size}"
