@@ -50,7 +50,7 @@ class Moment(Struct, frozen=True):
     promised: float
     """Requests with an SLO."""
     kept: float | None
-    """Requests that met their SLO; None without such requests."""
+    """Requests that met their SLO; None if no request had an SLO."""
     tokens: float
     ttft_p50: float | None
     ttft_p95: float | None
@@ -76,7 +76,7 @@ class GraphState(Struct, frozen=True):
     outages: dict[str, list[Outage]]
     """By id of the instance that reports them, or name of another process that reads the graph's state."""
     gone: list[LostWorker]
-    """Workers whose lease ended without a drain, the last one first."""
+    """Workers whose lease ended without a drain, the newest loss first."""
 
 
 def graph_state(
@@ -127,7 +127,7 @@ def backlog(state: GraphState, role: Role) -> float:
 
 
 def settings_changed(state: GraphState) -> list[str]:
-    """A line for each live setting that differs from the processes' file. Pure."""
+    """A line for each live setting that differs from the processes' files, or has no effect. Pure."""
     return list_changes(merge_files(each.instance.settings for each in state.instances), state.settings)
 
 
@@ -179,7 +179,7 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 def promise_kept(series: Sequence[Moment]) -> str:
-    """The share of requests that met their SLO, in words; empty without such requests. Pure."""
+    """The share of requests that met their SLO, in words; empty if no request had an SLO. Pure."""
     promised = sum(moment.promised for moment in series)
     kept = sum(moment.kept or 0.0 for moment in series)
     lately = f"{round(promised * TICK)} requests in the last {len(series) * TICK / 60:.0f} minutes"

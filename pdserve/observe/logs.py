@@ -20,7 +20,7 @@ from pathlib import Path
 from pdserve.util import clock
 
 LONGEST = 20_000
-"""Characters of a record's message, and of its traceback."""
+"""Most characters of a record's message, and of its traceback; the middle of a longer one is cut out."""
 
 _CONFIG = Path(__file__).with_name("logging.json")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -43,7 +43,7 @@ _NOISE = re.compile(
 
 @dataclass(frozen=True)
 class LogLine:
-    """A log line of `pdserve serve`."""
+    """A log record of a process, or a line of its other output."""
 
     time: str
     level: str

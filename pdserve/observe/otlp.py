@@ -24,7 +24,7 @@ from pdserve.util.net import is_loopback
 END_WITHIN = 1.0
 """Seconds to send the last spans when the process ends."""
 LOG_INTERVAL = 600.0
-"""Seconds after which lost spans are logged again."""
+"""Seconds between two log lines of the same SDK logger about lost spans, at least."""
 _LOSSES = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
 """The SDK's loggers of lost spans: those that the collector refuses, and those that exceed the SDK's queue."""
 

@@ -32,7 +32,7 @@ SLOW_ROUND_TRIP = 0.25
 MAX_PROBLEMS = 12
 """Problems in a list, at most."""
 FULL = 0.97
-"""Share of the KV blocks in use above which a KV cache is reported as full."""
+"""Share of the KV blocks in use from which on a KV cache is reported as full."""
 
 _WITHOUT_QUEUE = "prompts are computed at decode workers"
 _LOG, _TRACE = "see its log", "`pdserve trace` lists them"
@@ -80,7 +80,7 @@ class Problem(Struct, frozen=True):
     about: list[str] = []
     """Names of nodes; both ends of a link."""
     seconds: float | None = None
-    """Duration so far; None if unknown."""
+    """Seconds that the problem has lasted; None if unknown."""
     advice: str = ""
     """What the operator can do; empty if the problem passes by itself, or the text says it."""
 

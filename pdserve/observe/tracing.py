@@ -2,7 +2,7 @@
 
 Like receipts, spans are made of the request's hops, mostly after its end. A span with children in other processes (a
 request, and each attempt at a decode worker) is made at its start, because `Submit` and `PrefillRequest` carry its id.
-A request that is not traced or not sampled has no span (None). This module imports OpenTelemetry's API alone; `otlp.py`
+A request that is not traced or not sampled has no span (None). This module imports only OpenTelemetry's API; `otlp.py`
 imports the SDK, if there is a collector.
 """
 

@@ -43,7 +43,7 @@ def problems(
     model: ModelFacts | None,
     env: Mapping[str, str],
 ) -> Iterator[str]:
-    """Run all checks, except for the state of this moment, such as busy ports (`supervisor/preflight.py`)."""
+    """Run all checks but those of `supervisor/preflight.py`, such as busy ports."""
     real = [worker for worker in workers if worker.config.engine == "vllm"]
     if not machine.imagined:
         if real or frontends:
@@ -271,7 +271,7 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
 
 
 def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card: Gpu) -> str:
-    """Return changes that make it fit, each tried by the same estimate."""
+    """Return changes by which the worker fits: those that `size` confirms, and last a general one."""
     args, ways = worker.config.engine_args, list[str]()
 
     def with_(name: str, value: int) -> Memory:
@@ -304,7 +304,7 @@ def _shared_gpus(workers: Sequence[PlannedWorker]) -> Iterator[str]:
         if share > 1000:
             yield (
                 f"GPU {index} is shared by workers whose gpu-memory-utilization adds up to {share / 1000:g}: "
-                "lower it to a sum below 1."
+                "lower it to a sum of at most 1."
             )
 
 

@@ -29,7 +29,7 @@ graph. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far o
 CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable in whole GiB, which overrides kv-cache-memory-bytes."""
 CPU_KV_GIB = 1
-"""KV space of a rank on the CPU if neither that variable nor the argument is set."""
+"""GiB of KV space of a rank on the CPU if neither CPU_KV_VARIABLE nor kv-cache-memory-bytes is set."""
 CPU_ENGINE_BYTES = GIB
 """A CPU worker's own process and, with several ranks, vLLM's EngineCore (546 and 435 MiB)."""
 CPU_RANK_BYTES = 8 * GIB // 10
@@ -87,7 +87,8 @@ class Memory:
 def size(
     model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None, *, cpu_kv: int | None = None
 ) -> Memory:
-    """Estimate an engine's memory. `cpu_kv`: KV space on the CPU, None on a GPU; `gpu`: None if it is unknown."""
+    """Estimate the memory of an engine's rank. `cpu_kv`: its KV space on the CPU; None: it runs on a GPU, and `gpu` is
+    None if that is unknown."""
     on_cpu = cpu_kv is not None
     memory = Memory(
         weights=weight_bytes(model, args, on_cpu=on_cpu),
@@ -235,8 +236,8 @@ def _compiled(args: Mapping[str, object]) -> bool:
 
 
 def _batch(args: Mapping[str, object], gpu: Gpu | None) -> tuple[int, int]:
-    """Return max-num-batched-tokens and max-num-seqs. vLLM's server has larger defaults on GPUs of 70 GiB and more
-    (`EngineArgs.get_batch_defaults`)."""
+    """Return max-num-batched-tokens and max-num-seqs. vLLM's server has larger defaults on GPUs of 70 GiB and more, but
+    not on the A100 (`EngineArgs.get_batch_defaults`)."""
     memory = gpu.memory if gpu is not None and "A100" not in gpu.name else 0
     tokens = 16384 if memory >= 160 * GIB else 8192 if memory >= 70 * GIB else 2048
     return (

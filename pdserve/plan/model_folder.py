@@ -58,7 +58,7 @@ class ModelFacts:
     odd_layers: tuple[str, ...] = ()
     """kinds of layers whose KV has an unusual size, or that have no KV"""
     window: int = 0
-    """tokens of the layers' sliding window; 0: no layer has one"""
+    """tokens of the layers' sliding window; 0: no layer has one that is shorter than the longest prompt"""
     only_windows: bool = False
     """all layers have a sliding window"""
     experts: int = 0
@@ -161,7 +161,7 @@ def _odd_layers(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _window(config: dict[str, Any]) -> int:
-    """Return the tokens of the sliding window; 0 also if no prompt can be longer."""
+    """Return the tokens of the sliding window; 0 if there is none, or no prompt can be longer."""
     window, longest = (int(config.get(key) or 0) for key in ("sliding_window", "max_position_embeddings"))
     kinds = config.get("layer_types") or ("sliding_attention",)
     used = config.get("use_sliding_window", True) and "sliding_attention" in kinds
@@ -191,8 +191,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def _stored(folder: Path) -> Mapping[str, int]:
-    """Return bytes by dtype, from the headers of the weights, or from their index if files are missing. Empty if there
-    is no index and files are missing."""
+    """Return bytes by dtype: from the headers of safetensors files, from their index if files are missing, or from the
+    sizes of *.bin files. Empty if a part is missing and there is no index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = json.loads(index.read_text("utf-8"))

@@ -43,7 +43,7 @@ W = TypeVar("W", bound=WorkerConfig)
 @dataclass(frozen=True)
 class Plan:
     config: Config
-    """with this machine's defaults: start roles with this one, not with the loaded one"""
+    """with this machine's defaults; roles start with this configuration, not with the loaded one"""
     machine: Machine
     workers: tuple[PlannedWorker, ...]
     """decode workers first"""
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """None: unknown."""
+        """Whether `serve` would start the graph; None: unknown."""
         return False if self.problems else None if self.unknown else True
 
     @property
@@ -75,7 +75,7 @@ def make_plan(
     env: Mapping[str, str] = os.environ,
     node: int | None = None,
 ) -> Plan:
-    """Plan the graph, or with `roles`, `index` and `node` a part of it: with the ports of the whole graph, and the
+    """Plan the graph, or with `roles`, `index` and `node` a part of it: with the KV ports of the whole graph, and the
     first GPUs of this machine. Raises nothing: errors are in `problems`."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems)
@@ -124,7 +124,7 @@ def _eager_on_cpu(worker: W, machine: Machine) -> W:
 
 def _limit_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
     """Limit the chunks of prompts in decode workers, because each chunk delays the running sequences by a step. Models
-    that take images keep vLLM's default: vLLM may need a whole image in a step."""
+    that take images (vLLM may need a whole image in a step), are unknown or have unusual layers keep vLLM's default."""
     args = decode.engine_args
     if not decode.remote_prefill or args.get("enable-chunked-prefill") is False:
         return decode

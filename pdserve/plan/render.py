@@ -193,7 +193,7 @@ def _memory_cells(memory: Memory) -> Iterator[str]:
 
 
 def _arguments(plan: Plan) -> Table:
-    """Return a row for each argument of a role, whose workers all have the same arguments."""
+    """Return a table with a row for each argument of a role; all workers of a role have equal arguments."""
     rows = table("role", "argument", "value", "from", title="vLLM arguments", **_TITLE)
     first: dict[Role, PlannedWorker] = {}
     for worker in plan.workers:

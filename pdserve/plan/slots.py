@@ -94,7 +94,7 @@ class Selection:
 def place_workers(
     config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
 ) -> tuple[list[PlannedWorker], list[str]]:
-    """Return the placed workers, prefill workers last, and the problems. Ports are those of the whole graph, so that
+    """Return the placed workers, prefill workers last, and the problems. KV ports are those of the whole graph, so that
     roles that are started one by one do not collide. If a worker spans hosts, each role and each of its hosts is placed
     separately, on a machine like this one."""
     hosts: dict[tuple[Role, int] | None, list[tuple[int, Role, int, WorkerConfig]]] = {}
@@ -152,7 +152,7 @@ def _place_on_host(
 
 
 def frontend_slots(config: Config, selection: Selection) -> tuple[Slot, ...]:
-    """Return the frontends. A single one may have any number, because an upgrade starts its successor beside it."""
+    """Return the frontends; with an index only that one, whatever the file's count: an upgrade starts one more."""
     count = config.frontend.processes if config.frontend and not selection.node else 0
     workers = sum(1 for _ in _all_workers(config))
     numbers = range(count) if selection.index is None or not count else (selection.index,)
@@ -264,7 +264,7 @@ def _too_few(requests: Sequence[GpuRequest], needed: int, present: int) -> str:
     if present >= 2 and largest > present:
         hosts = f" A worker of {largest} GPUs needs several hosts: set nnodes."
     elif present >= 2:
-        hosts = " On several hosts, start a part on each: pdserve plan, decode and prefill take --role."
+        hosts = " On several hosts, start a part on each by pdserve decode and prefill; plan shows it with --role."
     return (
         f"The graph needs {needed} GPU{'s' * (needed != 1)} ({parts}), found {present}: use a machine with {needed}, "
         f"lower tensor-parallel-size or ServiceArgs.workers, or set resources.gpu: 0 to run on the CPU.{hosts}"

@@ -3,8 +3,8 @@
 An EtcdSession is a connection with a lease (`etcd_session.py`). When a call fails or the server is silent, the session
 ends and a new one connects, to the next member of a cluster, with the same lease if it is still alive. The new session
 then writes each of this process's keys that is missing under the lease. This is the only way to recover. A key that
-exists is not written again, because all watchers get each write: after a stall of a host, a thousand processes would
-write to a thousand watchers.
+exists is not written again, because all watchers get each write: after an outage, a thousand processes would write to
+a thousand watchers.
 
 Each process watches its own keys, and writes a key again that another client deletes or changes.
 """
@@ -27,12 +27,12 @@ from pdserve.util.net import split_servers
 logger = logging.getLogger(__name__)
 
 LEASE_TTL = 10
-"""Seconds after a process's end until its keys expire."""
+"""Seconds after a process's last sign of life until its keys expire; a process that stops deletes them itself."""
 CONNECT_TIMEOUT = 10.0
 PATIENT_LOG_AFTER = 1.0
 """Seconds after which a patient registry logs that it waits for a server."""
 SETTLE = 2.0
-"""Seconds for other processes to register again after an outage before they count as gone."""
+"""Seconds for other processes to register again after an outage, before their missing keys count as deleted."""
 RETRY_INTERVAL = 0.3
 REFUSED_INTERVAL = 3.0
 """Seconds between two writes of a value that etcd refuses, because it may be full or overloaded for a while."""

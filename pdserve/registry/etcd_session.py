@@ -38,7 +38,7 @@ FULL = (
 )
 """Why etcd refuses writes and leases until the alarm is disarmed, even after space was freed."""
 UNMET = "a key that it depends on has changed"
-"""Reason of a conditional write whose condition was false."""
+"""Why a conditional write was refused: its condition was false."""
 
 
 class SessionLost(Exception):
@@ -71,7 +71,7 @@ class TlsClient(aetcd.Client):  # type: ignore[misc]
 
 
 class EtcdSession:
-    """A channel and a lease. Any method may raise SessionLost, which ends the session."""
+    """A channel and a lease. Any method may raise SessionLost, and has then ended the session (`watch`: not always)."""
 
     def __init__(
         self, endpoint: tuple[str, int], ttl: int, tls: grpc.ChannelCredentials | None = None

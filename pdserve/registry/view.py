@@ -75,7 +75,7 @@ class RegistryView(Lifetime):
         """by model and role: number of lost workers that another has replaced"""
         self._lost: dict[str, tuple[Instance, float, int]] = {}
         """by id: a worker whose lease ended while it was not draining, the monotonic time of that end, and the number
-        of workers of its model and role before it. The worker counts as replaced when that number is reached again.
+        of workers of its model and role before that. The worker counts as replaced when that number is reached again.
         Ids cannot tell, because a new pod has another id and address"""
         self._cached: dict[tuple[Role | None, str | None], list[Instance]] = {}
         """results of `instances` until the next change"""
@@ -166,7 +166,7 @@ class RegistryView(Lifetime):
 
     async def changes(self, every: float | None = None) -> AsyncIterator[None]:
         """Yield when the present keys have been read, then after changes, or after `every` seconds. Several changes may
-        be merged into one yield, so that a caller can read everything each time."""
+        be merged into one yield, so a caller should read everything each time."""
         seen = 0
         while True:
             with suppress(TimeoutError):
@@ -181,7 +181,8 @@ class RegistryView(Lifetime):
             await self._changed.wait_for(lambda: self.version != version)
 
     async def _follow(self) -> None:
-        """Apply the changes. The first list has all present keys, so instances missing there were lost in an outage."""
+        """Apply the changes. The first list has all present keys. If this runs again after an error, instances that are
+        missing there were lost in between."""
         before: dict[str, Instance] | None = dict(self._instances)
         async for changes in self._registry.watch(*self._prefixes):
             if before is not None:
@@ -207,7 +208,7 @@ class RegistryView(Lifetime):
                 records.apply(change)
 
     def _record_loss(self, worker: Instance, before: int) -> None:
-        """Record the end of a lease, unless the worker drained. `before`: number of workers before it."""
+        """Record the end of a lease, unless the worker drained. `before`: number of workers before that end."""
         if worker.role is not Role.FRONTEND and not worker.draining:
             self._lost[worker.id] = worker, time.monotonic(), before
 

@@ -32,8 +32,8 @@ _LEVEL_COLOURS = {"W": "33", "E": "1;31", "C": "1;31"}
 
 
 class ProcessOutput:
-    """The terminal and the log files of `serve`. The files get every line. Unless `verbose`, the terminal gets no INFO
-    lines of vLLM and no known noise. With `fmt` `json`, it gets only JSON lines."""
+    """The terminal and the log files of `serve`. The files get every line of the processes. Unless `verbose`, the
+    terminal gets no INFO and DEBUG lines of vLLM and no known noise. With `fmt` `json`, it gets only JSON lines."""
 
     def __init__(
         self, log_dir: Path, fmt: str = "text", verbose: bool = False, stream: TextIO | None = None
@@ -109,7 +109,7 @@ class TerminalWriter:
 
     def _write(self, stream: TextIO) -> None:
         while (text := self._lines.get()) is not None:
-            with suppress(OSError):  # the terminal is gone, or a disk is full
+            with suppress(OSError):  # the terminal was closed, or a disk is full
                 stream.write(f"{text}\n")
 
 

@@ -85,7 +85,7 @@ def _refused_now(
 
 
 def _disk(config: Config) -> str:
-    """Why the disk is too full for etcd; empty if it is not. Data of an earlier etcd count as free, because `serve`
+    """Why the disk is too full for etcd; empty if it is not. Data of earlier servers count as free, because `serve`
     removes them."""
     left = [path for path in (config.state_dir / "servers").rglob("*") if path.is_file()]
     _, free = free_disk(config.state_dir) or (0, ETCD_SPACE)
@@ -119,7 +119,7 @@ def _fixed_ports(config: Config, slots: Iterable[Slot]) -> list[FixedPort]:
 
 
 def slot_ports(config: Config, slot: Slot) -> list[FixedPort]:
-    """The fixed ports of a slot. An engine whose `kv` port is in use would hang for ever at its start."""
+    """The fixed ports of a slot. An engine whose `kv` port is in use would never finish its start."""
     ports = {"kv": slot.kv_port, "stream": slot.stream_port, "pages": slot.pages_port}
     use = "Graph.{}-port, {}".format
     return [FixedPort(port, config.host, use(kind, slot.name)) for kind, port in ports.items() if port]

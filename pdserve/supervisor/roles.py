@@ -164,7 +164,7 @@ class RoleSupervisor:
     async def _start(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
-        """Wait until all roles are ready, logging which are not, and call `on_ready`."""
+        """Wait until all roles are settled and frontends lack nothing, logging what is missing, and call `on_ready`."""
         with isolate_errors("start report"):
             async with asyncio.TaskGroup() as group:
                 reminding = group.create_task(self._remind())

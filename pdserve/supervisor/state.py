@@ -55,7 +55,7 @@ class GraphRecord(msgspec.Struct, frozen=True):
         return Credentials.load(Path(self.credentials) if self.credentials else None)
 
     def serving(self, config: Config) -> Config:
-        """The configuration with this graph's servers and credentials added if it names none."""
+        """The configuration with this graph's NATS, etcd and credentials in place of those that it does not name."""
         folder = Path(self.credentials) if self.credentials else None
         security = replace(config.security, credentials=config.security.credentials or folder)
         return replace(
@@ -138,7 +138,7 @@ class StateFolder:
             self._problem = problem
 
     def restore(self) -> None:
-        """Make the folder and lock again if they are gone, and write files again that are gone or changed. Raises
+        """Make the folder and lock again if they are missing, and write missing or changed files again. Raises
         OSError, and ConfigError if another graph has locked a new folder of this name."""
         if not self._holds_lock():
             if (lock := _try_lock(self.path)) is None:

@@ -1,11 +1,11 @@
 """The time of day. No other module reads it.
 
 Clocks of different hosts differ, and any of them may be set at any moment. So the time of day is only shown to people
-(logs, `created` of a model). Timeouts and comparisons use `time.monotonic` inside a host, and messages between hosts
-carry durations and ages.
+(logs, `created` of a model), and compared with the dates of certificates. Other comparisons and timeouts use
+`time.monotonic` inside a host, and messages between hosts carry durations and ages.
 
 Tests and chaos set a process's clock wrong: `PDSERVE_CLOCK_OFFSET` holds the seconds by which it is ahead (negative:
-behind), and `PDSERVE_CLOCK_OFFSET_PREFILL`, `_DECODE` and `_FRONTEND` the same for all processes of a role.
+behind); `PDSERVE_CLOCK_OFFSET_PREFILL` (or `_DECODE`, `_BOTH`, `_FRONTEND`) replaces it in processes of that role.
 """
 
 import os

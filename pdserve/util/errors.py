@@ -6,11 +6,11 @@ PdserveError
 │   ├── QueueUnavailable        NATS is disconnected: prefill locally
 │   │   └── QueueFull               NATS is connected, but the queue is full
 │   ├── RegistryUnavailable     etcd is disconnected: use the last known topology
-│   └── PeerGone                the process at the other end of a stream is gone
+│   └── PeerGone                the process at the other end of a stream cannot be reached any more
 ├── BadRequest              the request is invalid, so a retry would fail too; 400
 ├── Overloaded              a limit is reached; 429 with Retry-After
 ├── EngineDead              the engine process died; the worker must exit
-└── ProtocolError           a peer sent a message that cannot be decoded
+└── ProtocolError           a message cannot be decoded, or encoded
 """
 
 import math

@@ -16,5 +16,5 @@ def until_tick(interval: float) -> float:
 
 
 async def tick(interval: float) -> None:
-    """Sleep until the next tick: about `interval` seconds, in a loop; the first time less."""
+    """Sleep until the next tick: about `interval` seconds in a loop, but mostly less the first time."""
     await asyncio.sleep(until_tick(interval))

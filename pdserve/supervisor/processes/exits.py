@@ -49,7 +49,7 @@ async def wait_for_exit(process: "subprocess.Popen[bytes]") -> int:
 
 
 async def end_group(group: int, memory: Collection[str] = ()) -> None:
-    """Kill the rest of a process group whose leader has ended, wait until it is gone, and remove `memory` segments."""
+    """Kill the rest of a process group whose leader has ended, wait for its end, and remove `memory` segments."""
 
     def left() -> list[int]:
         with contextlib.suppress(ChildProcessError):

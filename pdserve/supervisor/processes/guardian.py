@@ -1,7 +1,7 @@
 """A small process that stops the graph when the supervisor was killed.
 
 It runs as a script, with the standard library alone, and reads `+GROUP WAVE` and `-GROUP` (process groups) line by line
-from stdin. When stdin ends, the supervisor is gone. Then it stops the groups that are still listed, wave by wave like
+from stdin. When stdin ends, the supervisor has ended. Then it stops the groups that are still listed, wave by wave like
 the supervisor, so that running requests can finish: SIGTERM, and SIGKILL after the wave's patience.
 """
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 MISSING = 60.0
 """Seconds for which a live process may be missing in the registry before it counts as hung: far more than a lease (10),
-a reconnect after an outage, or a stall of the machine. By then no other process uses it any more."""
+a reconnect after an outage, or a pause of the machine. By then no other process uses it any more."""
 CHECK_INTERVAL = 1.0
 """Seconds between two checks of the registry."""
 FRONTEND_CHECK_INTERVAL = 0.25

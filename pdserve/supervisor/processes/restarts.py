@@ -1,7 +1,8 @@
 """The restart loop with backoff, for roles and embedded servers: start, wait for readiness, check health, restart.
 
-The loop gives up, and ends the graph, only if the configuration is wrong or no process of this kind has ever been
-ready. Any later failure is retried for ever, with a delay up to the backoff's ceiling.
+The loop gives up, and ends the graph, only if the configuration of a process that was never ready is wrong, or if
+starts keep failing and no process of its kind was ever ready. Any other failure is retried for ever, with a delay up to
+the backoff's ceiling.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from pdserve.util.errors import PdserveError
 logger = logging.getLogger(__name__)
 
 LOADING_PATIENCE = 2.0
-"""Seconds to stop for a process that is not ready: it has no requests to drain."""
+"""Seconds that a process that is not ready has to stop, since it has no requests to drain."""
 _HISTORY = 50
 """Past runs of a process to keep."""
 _WAIT_AGAIN = 0.5
@@ -43,7 +44,7 @@ class RestartPolicy:
     failed_starts: int = 3
     """Failed starts in a row after which the loop gives up, if no process of its kind was ever ready."""
     kills: int = 20
-    """The same for all starts in a row, including those ended from outside (as by the kernel for lack of memory)."""
+    """Runs, also those ended from outside, after which the loop gives up, if no process of its kind was ever ready."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class RestartLoop(Generic[AnyProcess]):
         return PastRun(time.monotonic() - started, ready, self._failed_start or exit_)
 
     async def _watch(self, child: Child) -> None:
-        """Stop a child that hangs, unless it is being stopped already."""
+        """Stop a child that hangs or does not become ready, unless it is being stopped already."""
 
         def ready() -> None:
             child.note_memory()
