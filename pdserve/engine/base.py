@@ -126,7 +126,7 @@ class Engine(Lifetime, AdapterEngine):
 
     Every request ends with one finishing Output unless it is cancelled. Then no Output comes, except for a prefill that
     was done before the engine saw the cancellation: its Output has the handle. A second use of a request id raises
-    ProtocolError, and does nothing. Any method raises EngineDead if the engine is gone: the worker must exit.
+    ProtocolError, and does nothing. Any method raises EngineDead if the engine is dead: the worker must exit.
     """
 
     facts: EngineFacts
@@ -162,7 +162,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Let the prefill engine free `kv`, which will not be read. Does not wait; ignores an engine that is gone."""
+        """Let the prefill engine free `kv`, which will not be read. Does not wait; ignores one that has ended."""
 
     @abstractmethod
     async def read_ahead(self, kv: KvHandle, skip: int) -> None:
@@ -217,7 +217,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def watch(self) -> None:
-        """Raises EngineDead when the engine's processes are gone, even while its other calls hang; never returns."""
+        """Raises EngineDead when the engine's processes have ended, even while its other calls hang; never returns."""
 
     @abstractmethod
     async def probe(self) -> None:
@@ -239,4 +239,4 @@ class Ranks(Lifetime):
 
     @abstractmethod
     async def watch(self) -> None:
-        """Raises EngineDead when a process of this part is gone; never returns."""
+        """Raises EngineDead when a process of this part has ended; never returns."""

@@ -41,7 +41,7 @@ CHUNK = "pdserve_chunk"
 CREDENTIALS = "pdserve_credentials"
 """In the connector's extra configuration: folder of the graph's credentials on this host, or None."""
 DISK, FOLDER = "pdserve_disk", "pdserve_folder"
-"""In the offloading connector's extra configuration: bytes of disk for KV (`tiers/disk.py`), and their folder."""
+"""In the offloading connector's extra configuration: bytes of disk for KV (`tiers/disk.py`), and the folder."""
 
 
 def nixl_connector(role: str, lease: int, credentials: str | None) -> dict[str, object]:
@@ -58,7 +58,7 @@ def connectors(
     nixl: dict[str, object] | None, offload: int, disk: int = 0, folder: str = ""
 ) -> dict[str, object]:
     """All connectors of an engine, at least one. `offload`: bytes of host memory for KV (`tiers/host_memory.py`), 0 for
-    none; `disk`: bytes of disk below it, in `folder`."""
+    none; `disk`: bytes in `folder` for KV that leaves host memory, 0 for none."""
     if nixl and not offload:
         return nixl
     tiers: dict[str, object] = {"spec_name": "HostSpec", "spec_module_path": "pdserve.kv.tiers.host_memory"}

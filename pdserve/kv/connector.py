@@ -9,7 +9,7 @@ A read in a decode engine, in the order in which vLLM calls the connector:
 3. Rank: `start_load_kv` calls `_read_blocks_for_req`, which shakes hands with the engine before the first read from it.
    NIXL then reads while the engine runs steps for other requests.
 4. Rank: `get_transfer_results` polls at each step. `_pop_done_transfers` finds the reads that have ended. `_confirm`
-   keeps each until the prefill engine says that it held the blocks.
+   keeps each until the prefill engine says whether it held the blocks.
 5. Scheduler: when all ranks have reported the read, the request runs. If the read failed, the prompt is computed.
 
 The changes:

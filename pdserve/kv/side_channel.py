@@ -240,7 +240,7 @@ class Confirmations:
         question = _Question(next(self._numbers), source.path, time.monotonic())
         peer = self._peer(source.path, question.asked)
         message = HELD, (source.engine, source.prefill), question.number
-        with suppress(zmq.Again):  # the engine is gone and will not answer
+        with suppress(zmq.Again):  # the engine has ended and will not answer
             peer.socket.send_multipart([b"", msgspec.msgpack.encode(message)], zmq.NOBLOCK)
         return question
 

@@ -1,4 +1,4 @@
-"""Prompts that decode workers sent to this prefill worker alone, because it has their prefixes cached.
+"""Prompts that decode workers sent only to this prefill worker, because it has their prefixes cached.
 
 They bypass the JetStream queue and wait here, in a fair queue, until the engine has capacity. The decode worker stays
 responsible for its prompt: if this worker does not begin it within `begin_within`, it never begins it, and the decode

@@ -1,4 +1,4 @@
-"""Sends a prefill worker's answers, and repeats each until its KV is read or rejected.
+"""Sends a prefill worker's answers, and repeats those with KV until it is read, rejected or past its lease.
 
 Answers get lost with NATS, a connection, or a decode worker. Then their KV would be kept until the end of the lease. A
 decode worker that gets the answer again reads the KV or rejects it (docs/decisions/0007-lost-answers.md)."""
@@ -105,7 +105,7 @@ class AnswerSender:
 
 
 def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
-    """Ids of the decode workers that may read KV of this fingerprint, ready or not yet."""
+    """Ids of the decode workers that may read KV of this fingerprint, ready or not yet, but not draining."""
     announced = [worker for worker in view.instances(Role.DECODE, model) if not worker.draining]
     workers = announced + view.newcomers(Role.DECODE, model)
     return {worker.id for worker in workers if worker.fingerprint == fingerprint}

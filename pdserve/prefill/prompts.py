@@ -74,11 +74,11 @@ class PromptRunner:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompts in the engine."""
+        """Prompt tokens that the engine has to compute."""
         return self._running.tokens
 
     async def warm(self) -> None:
-        """Wait until all decode workers have warmed up with this worker, or failed to."""
+        """Wait until enough decode workers have warmed up with this worker, or failed to (`AnswerSender.warm`)."""
         await self._answers.warm(self._readers)
 
     def _readers(self) -> set[str]:
@@ -96,7 +96,7 @@ class PromptRunner:
                 await self._answers.empty()
         except TimeoutError:
             logger.warning(
-                "the drain timed out: %d prompts still run, or their KV is unread", len(self._running)
+                "the drain timed out: %d prompts still run; KV of others may be unread", len(self._running)
             )
 
     async def engine_died(self, death: EngineDead) -> None:
@@ -163,7 +163,7 @@ class PromptRunner:
             await delivery.ack()
             return
         if delivery.redelivered:
-            logger.info("request %s: delivered again; another worker did not ack it", request.request_id)
+            logger.info("request %s: delivered again, because no worker acked it", request.request_id)
         if not request.warm_up and not delivery.redelivered:
             QUEUE_WAIT.labels(self._config.served_model_name).observe(request.held + delivery.queued)
         if refusal := self._refusal(delivery):
@@ -186,7 +186,7 @@ class PromptRunner:
         return PrefillStarted(delivery.request.request_id, self.id, delivery.queued, state)
 
     def _cached(self, request: PrefillRequest) -> int:
-        """Prompt tokens in the prefix cache."""
+        """Number of the prompt's tokens in the prefix cache. A hit starts or prolongs the cache's reports."""
         if hit := self._engine.prefix_hit(request.prompt, request.body) or 0:
             self.prefix_reports.last_hit = time.monotonic()
         return hit

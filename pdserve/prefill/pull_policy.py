@@ -3,8 +3,9 @@
 A prefill worker pulls whenever its engine has capacity. On a worker of role `both` a prompt delays every running
 stream, so it should go to the worker with the fewest streams. An idle worker waits at the queue and gets a prompt at
 once. A worker with streams polls the queue, and first leaves a waiting prompt to workers with fewer streams: longer,
-the larger the share of its slots that streams hold, up to the time that a prompt takes. If all workers are equally
-busy, waiting longer would save no stream anything. See docs/decisions/0026-any-worker-can-do-either.md.
+the larger the share of its slots that streams hold, up to the time that a prompt takes, and `POLL_INTERVAL`. If all
+workers are equally busy, waiting longer would save no stream anything
+(docs/decisions/0026-any-worker-can-do-either.md).
 """
 
 import asyncio
@@ -40,8 +41,9 @@ _WEIGHT = 0.2
 
 
 def pause(streams: int, slots: int, prompt_seconds: float, waiting: int) -> float:
-    """Return the seconds that a worker leaves the queue to others, counted from its last pull or from when it first saw
-    the `waiting` prompts. Its streams hold `streams` of its engine's `slots`; a prompt takes `prompt_seconds`. Pure."""
+    """Return the seconds that a worker leaves the queue to others, counted from its last pull or, if later, from when
+    it first saw the `waiting` prompts. Its streams hold `streams` of its engine's `slots`; a prompt takes
+    `prompt_seconds`. Pure."""
     if not streams:
         return 0.0
     return min(POLL_INTERVAL, max(TICK, prompt_seconds * streams / slots)) if waiting else POLL_INTERVAL
@@ -127,7 +129,7 @@ class Pulling:
 
     def stop_waiting(self) -> None:
         """End a wait for a prompt: the engine has other work now, so another worker should pull the next prompt."""
-        waiting, self._waiting = self._waiting, None  # once: it may take a while to end
+        waiting, self._waiting = self._waiting, None  # reschedule it only once: it may take a while to end
         if waiting is not None:
             waiting.reschedule(0.0)
 
@@ -166,7 +168,8 @@ class Pulling:
         return now >= max(self.pulled, self._seen_since) + wait
 
     def _has_capacity(self) -> bool:
-        """Whether to pull one more prompt. More than a full step gains nothing, and another worker may be idle."""
+        """Whether to pull one more prompt. More than a few steps of prompts gain nothing: another worker may be
+        idle."""
         facts, usage = self.engine.facts, self.engine.usage.kv_usage
         if self.draining or self.stalled or self.full:
             return False

@@ -26,7 +26,7 @@ class RunningPrefill:
     made from the request's id, which a client may have chosen: NIXL's notifications separate ids by commas and
     colons."""
     delivery: Delivery
-    """The last one: a request may be delivered again while it runs."""
+    """The last delivery: a request may be delivered again while it runs."""
     queued: float
     """Seconds in the queue until the first delivery."""
     cached: int = 0
@@ -58,7 +58,7 @@ class RunningPrefills:
         self._cancelled: LruDict[PrefillRequest] = LruDict(_REMEMBERED)
         self._numbers = itertools.count()
         self.changed = asyncio.Event()
-        """Set when a prompt has ended, or the engine has done a step."""
+        """Set when a prompt has ended, an addressed prompt waits, or the engine has done a step."""
 
     def add(self, delivery: Delivery) -> RunningPrefill:
         running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery, delivery.queued)

@@ -166,7 +166,7 @@ class EngineWatch:
         self.on_change()
 
     async def _gpus_compute(self) -> bool:
-        """Whether a GPU of the engine computes, since vLLM's processes use no CPU time while they wait for it
+        """Whether a GPU of the engine computes, because vLLM's processes use no CPU time while they wait for it
         (`cudaEventBlockingSync`). True also if NVML does not reply within a tick."""
         if not self._gpus:
             return False
@@ -183,8 +183,8 @@ def _idle(used: Sequence[float], seconds: float) -> bool:
 
 
 async def watch_side_channel(engine: Engine) -> None:
-    """Probe a prefill engine's side channel. Raises EngineDead if it does not reply, because decode engines then
-    cannot read the KV, and only a new process is sure to have a working side channel."""
+    """Probe a prefill engine's side channel. Raises EngineDead after `MAX_UNREACHED` probes without a reply, because
+    decode engines then cannot read the KV, and only a new process is sure to have a working side channel."""
     failures = 0
     while True:
         await asyncio.sleep(REACH_INTERVAL)

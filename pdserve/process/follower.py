@@ -1,5 +1,5 @@
 """`pdserve decode|prefill --node-rank N`: a follower host of a worker that spans hosts (`nodes.py`). It runs its host's
-ranks of the engine, and ends with the leader, which alone takes requests."""
+ranks of the engine, and ends with the leader. Only the leader takes requests."""
 
 import asyncio
 import logging

@@ -35,17 +35,19 @@ Beat = Callable[[bytes], None]
 AT_ONCE = 1.5
 """Seconds for a role that ends without a drain to close its connections."""
 LAST_RESORT = 15.0
-"""Seconds beyond all drains after which a role whose supervisor died stops by itself, because the guardian died too."""
+"""Seconds beyond three drain timeouts after which a role whose supervisor died drains by itself: the guardian, which
+would have stopped it, must have died, too."""
 BEAT = 1.0
 """Seconds between two heartbeats."""
 FAILED_WITHIN = 15.0
 """Seconds for a failed service to send its last messages and end its engine processes."""
 END_WITHIN = 1.0
-"""Seconds from the end of a role's work to the end of its process."""
+"""Most seconds from the end of a role's work to the end of its process."""
 
 
 class Service(ABC):
-    """The work of one process. `run` calls the methods below it in their order; `stop` makes it drain and return."""
+    """The work of one process. `run` calls `start`, `permanent`, `warm_up` and `announce`, in this order. `stop`
+    makes it call `drain` and return."""
 
     def __init__(self, config: Config, slot: Slot, instance_id: str, metrics_url: str) -> None:
         self.id = instance_id
@@ -53,7 +55,7 @@ class Service(ABC):
         """Set while requests may arrive: from just before the announcement until `stop`."""
         self.draining = False
         self.fault = ""
-        """Why the process cannot serve though it responds: its engine hangs or is dead."""
+        """Why the process cannot serve though it responds: its engine hangs or is dead, or it ends."""
         self.on_failure: Callable[[], object] = lambda: None
         """Called when a failure ends the service."""
         self.tasks: asyncio.TaskGroup
@@ -133,7 +135,7 @@ class Service(ABC):
 
     @abstractmethod
     def permanent(self) -> Mapping[str, Work]:
-        """Work that never ends, by name, also during the drain. It is restarted when it fails or returns; only
+        """Work that never ends, not even during the drain; by name. It is restarted when it fails or returns; only
         EngineDead ends the service."""
 
     async def warm_up(self) -> None:
@@ -173,7 +175,7 @@ def run(config: Config, slot: Slot, beat: Beat | None = None) -> int:
 
 def exit_code(name: str, error: Exception) -> int:
     """Log why the role ended, without a traceback for pdserve's own errors. Return its exit code: 2 for a wrong
-    configuration, after which the supervisor must not restart it, `ENGINE_KILLED`, or 1."""
+    configuration (the supervisor does not restart the role), `ENGINE_KILLED`, or 1."""
     causes = leaf_errors(error)
     if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
@@ -190,7 +192,7 @@ def exit_code(name: str, error: Exception) -> int:
 
 
 async def live(config: Config, slot: Slot, beat: Beat | None = None) -> None:
-    """Run one role in this event loop. Return after SIGTERM and the drain; raises what `Service.run` raises."""
+    """Run one role in this event loop; returns and raises like `live_until_signalled`."""
     module, _, name = service_of(slot, config).partition(":")
     connect: Callable[[Config, Slot, str], Service] = getattr(import_module(module), name).connect
     with serve_pages(config.host, slot.pages_port) as pages:
@@ -214,9 +216,9 @@ async def send_heartbeats(service: Service, beat: Beat) -> None:
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:
-    """Run the service. The first signal of `STOPPERS` drains it, or ends it at once if it is not ready; the second ends
-    it at once. Threads may still run after that. Raises the service's errors, and PdserveError if the service failed
-    but does not end."""
+    """Run the service. The first signal of `STOPPERS` drains it, or ends it at once if it is not ready or has
+    failed; the second ends it at once. Threads may still run after that. Raises the service's errors, and PdserveError
+    if the service failed but does not end."""
     life = asyncio.create_task(service.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())

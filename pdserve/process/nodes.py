@@ -38,7 +38,7 @@ LOST_AFTER = 5.0
 """Seconds without its record after which a process counts as lost. If only its lease expired, because its host was slow
 or etcd unreachable, the process registers again within two or three seconds."""
 LOST_AFTER_AT_START = 30.0
-"""The same while engines start, because imports and forks may stop a process for many seconds."""
+"""`LOST_AFTER` while engines start, because imports and forks may stop a process for many seconds."""
 TICK = 0.5
 """Seconds between two checks. Time is counted in ticks, so that a pause of this process does not count."""
 
@@ -68,7 +68,7 @@ def meeting_place(slot: Slot) -> str:
 
 
 class Leader(Lifetime):
-    """Enter it inside the registry. Entering returns when a follower of each rank has been chosen."""
+    """Enter it after the registry. Entering returns when a follower of each rank has been chosen."""
 
     def __init__(self, registry: Registry, place: str, record: NodeLeader) -> None:
         self.record = record
@@ -112,7 +112,7 @@ class Leader(Lifetime):
 
 
 class Follower(Lifetime):
-    """Enter it inside the registry. Entering returns when a leader has chosen this follower."""
+    """Enter it after the registry. Entering returns when a leader has chosen this follower."""
 
     leader: NodeLeader
 

@@ -47,8 +47,8 @@ INTERVAL = 1.0
 
 
 def new_instance_id(slot: Slot) -> str:
-    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, so that no instance has the KV from before the
-    restart. A supervisor gives the boot id."""
+    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, so no worker expects its KV from before the
+    restart. The boot id comes from the supervisor, if there is one."""
     return instance_id(slot.name, os.environ.get(BOOT_VARIABLE) or new_boot())
 
 
@@ -105,7 +105,7 @@ def _settings(config: Config, role: Role) -> dict[str, str]:
 
 def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterable[ModelCard]) -> ModelCard:
     """The card of a decode worker, with all engine arguments, of which frontends use some. The context length is the
-    engine's, and a chat template in a file becomes its text. `others`: the registered cards of the same name."""
+    engine's, and a chat template in a file is replaced by its text. `others`: the registered cards of the same name."""
     assert config.decode is not None
     arguments = dict(config.decode.engine_args)
     arguments["max-model-len"] = facts.max_model_len
@@ -185,7 +185,7 @@ class Presence:
             await self._registry.delete(keys.slot(slot))
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
-        """Register the worker as a newcomer, which only workers of the other role see, and run `warm` with them for at
+        """Register the worker as a newcomer, which only workers of the other role use, and run `warm` with them for at
         most `WARM_UP_WITHIN` seconds, since any of them may hang.
 
         Of two workers that start together, at least one sees the other, because each first waits for its own record."""
@@ -249,7 +249,7 @@ class Presence:
                 await self._registry.delete(keys.instance(self.instance))
 
     async def keep_updated(self) -> None:
-        """Write each change after the announcement; never returns."""
+        """Write each change of `queue_lost` and `stalled` after the announcement; never returns."""
         await self.announced.wait()
         while True:
             with suppress(TimeoutError):

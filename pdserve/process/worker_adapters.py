@@ -23,7 +23,7 @@ Key = tuple[str, str]
 """An adapter's name, and the id of the call that loaded it (`Adapter.asked`)."""
 RETRY_AFTER = 30.0
 """Seconds until a failed load of a wanted adapter is retried."""
-HIDDEN = "it is unloaded, or another one is loaded by its name"
+HIDDEN = "it is unloaded, or another adapter is loaded under its name"
 """Problem of an adapter in the worker's file that clients cannot use any more."""
 MAX_PROBLEM = 500
 """Characters of a problem, which is part of the worker's record."""
@@ -47,7 +47,8 @@ class WorkerAdapters:
 
     @property
     def listed(self) -> list[Adapter] | None:
-        """Adapters for the worker's record: those in the engine, and all of the file. None: the engine has no LoRA."""
+        """Adapters for the worker's record: those that were loaded or failed to load, and the others of the file. None:
+        the engine has no LoRA."""
         hidden = (
             Adapter(name, path, problem=HIDDEN)
             for name, path in static_adapters(self._args).items()
@@ -93,7 +94,7 @@ class WorkerAdapters:
             before = self._loaded.get(key)
             is_first_load = (
                 not adapter.id and adapter.asked != FROM_FILE
-            )  # its frontend reports a failure to the client
+            )  # not retried: its frontend reports the failure to the client
             if before is None or (may_retry and before.problem and not is_first_load):
                 loaded = await self._load_one(replace(adapter, model=""), wanted)
                 self._loaded[key] = loaded

@@ -84,8 +84,8 @@ class PrefillQueue(Lifetime):
     @abstractmethod
     def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
         """By prefill worker's id: the load that it sent last, and the monotonic time of its arrival. It may be wrong by
-        `reports.BACKLOG_ERROR`, and by what the worker pulled within `reports.INTERVAL`. Workers that are gone may stay
-        for a while."""
+        `reports.BACKLOG_ERROR`, and by what the worker has pulled since. Workers that have ended may stay for a
+        while."""
 
     # decode side
 
@@ -119,7 +119,7 @@ class PrefillQueue(Lifetime):
     @abstractmethod
     async def listens(self, worker: str) -> bool:
         """Whether this prefill worker may be alive: false only if the server reports that nothing listens for
-        requests to it. Raises TimeoutError if the worker does not answer, because it hangs."""
+        requests to it. Raises TimeoutError if it listens but does not answer."""
 
     # prefill side
 

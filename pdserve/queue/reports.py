@@ -2,8 +2,8 @@
 
 The decode worker whose request was pulled gets the state with `PrefillStarted`. The others need it only if it
 changes their decisions, so a report is sent `INTERVAL` after a pull, and only if the queue or the worker's backlog is
-then not what they expect. A prompt that is done within that time is never reported, so that an unloaded graph sends no
-reports, and a loaded one at most `MAX_RATE` a second. See docs/decisions/0126-reports-at-a-bounded-rate.md."""
+then not what they expect. A prompt that is done by then is never reported, so an unloaded graph sends no reports. With
+many active prefill workers, the time is longer (`MAX_RATE`). See docs/decisions/0126-reports-at-a-bounded-rate.md."""
 
 from msgspec.structs import replace
 
@@ -17,11 +17,11 @@ MAX_RATE = 50.0
 BACKLOG_ERROR = 0.05
 """Seconds by which decode workers may be wrong about a prefill worker's backlog."""
 SPEED_ERROR = 0.25
-"""Share by which they may be wrong about its seconds per token."""
+"""Share by which decode workers may be wrong about a prefill worker's seconds per token."""
 ACTIVE = 5.0
 """Seconds after which prefill workers without a report, and decode workers without a pulled prompt, do not count."""
 MAX_WORKERS = 1000
-"""Most prefill workers that are remembered."""
+"""Most prefill workers that are remembered, and as many decode workers."""
 
 
 def backlog(load: PrefillLoad, age: float) -> float:
@@ -56,9 +56,8 @@ class StateReports:
 
     def next(self, state: QueueState, now: float) -> QueueState | None:
         """Return the report of `state`, which is this worker's own after a pull; None if decode workers do not need it.
-        If several decode workers send prompts, this worker pulls further ones before its next report, while decode
-        workers subtract the time since the last one. So half the interval is added to the reported work, with which
-        decode workers are right on average."""
+        Until the next report, a decode worker subtracts the time that passes, but does not hear of prompts that this
+        worker pulls for other decode workers. So half an interval of work is added, times the share of the others."""
         load, asking = state.load, sum(at > now - ACTIVE for at in self._asking.values())
         if load.tokens and load.token_seconds and asking > 1:
             more = self.interval(now) / 2 * (1 - 1 / asking)

@@ -69,7 +69,7 @@ class KvLinks:
             request.since = time.monotonic()
 
     def failed(self, request: DecodeRequest, why: str) -> None:
-        """Record a failed remote prefill. `why` begins with the label of the failure metric and a colon."""
+        """Record a failed remote prefill. `why`: the label of the failure metric; details follow after a colon."""
         now = time.monotonic()
         request.hops.add("fallback", now, now, request.prefiller, why)
         link = self._of(request.prefiller)
@@ -112,7 +112,7 @@ class KvLinks:
             HANDSHAKE_FAILURES.remove(self.workers.model, worker)
 
     def _of(self, worker: str) -> _Link:
-        """Return the link's counts. Counts of a worker that is gone are not kept: its last reads may end later."""
+        """Return the link's counts. Those of an unregistered worker, whose last reads may end late, are not kept."""
         if worker not in self._links:
             if not self.workers.is_known(worker):
                 return _Link()

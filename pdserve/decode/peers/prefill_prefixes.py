@@ -46,8 +46,8 @@ class PrefillPrefixIndex:
 
     def computes(self, request: DecodeRequest, worker: str) -> None:
         """Record that a worker computes this prompt: the prompt's prefixes count as cached before the worker reports
-        them. The oldest prefixes are forgotten if the worker's cache cannot hold all, because a worker reports nothing
-        while no prompt finds a prefix."""
+        them. If its cache cannot hold all of them, the oldest are forgotten here, because the worker does not
+        always report evictions (`prefill/prefix_reports.py`)."""
         if not self.enabled:
             return
         found = next((each for each in self.workers.registered() if each.id == worker), None)

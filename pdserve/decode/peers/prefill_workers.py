@@ -25,15 +25,15 @@ from pdserve.util.ticks import tick
 logger = logging.getLogger(__name__)
 
 LAST_ANSWERS = 0.2
-"""Seconds to wait for a prefill worker's last answers, which come over NATS, after the worker is found to be gone."""
+"""Seconds to wait for a prefill worker's last answers, which come over NATS, after the worker is found to be lost."""
 AVOID_FOR = 30.0
 """Seconds without new requests for a prefill worker whose KV could not be read; then it is tried again."""
 POLL_INTERVAL = 0.5
 """Seconds between two checks with NATS whether a prefill worker is still subscribed."""
 MAX_UNHEARD = 2
-"""Failed checks in a row after which a worker counts as gone. After one it may be reconnecting."""
+"""Failed checks in a row after which a worker counts as lost. After one it may be reconnecting."""
 MAX_UNTAKEN = 2
-"""Prompts in a row that no prefill worker pulled, after which all workers count as gone."""
+"""Prompts in a row that no prefill worker pulled, after which prompts are prefilled locally for `RETRY_AFTER`."""
 RETRY_AFTER = 30.0
 """Seconds after which remote prefill is tried again, because a worker that gets no prompts sends no messages."""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
@@ -82,7 +82,7 @@ class PrefillWorkers:
     _avoided: dict[str, float] = field(default_factory=dict)
     """By prefill worker: monotonic time until which it is avoided."""
     _unheard: Counter[str] = field(default_factory=Counter)
-    """By prefill worker: failed checks in a row; at least `MAX_UNHEARD` if it hangs."""
+    """By prefill worker: failed checks in a row; at least `MAX_UNHEARD` if it is subscribed but does not reply."""
     _untaken: UntakenPrompts = field(default_factory=UntakenPrompts)
     _registered: list[Instance] = field(default_factory=list)
     _newcomers: list[Instance] = field(default_factory=list)
@@ -105,7 +105,7 @@ class PrefillWorkers:
         return set(nsmallest(MAX_PAIRS, peers, key=lambda peer: crc32(f"{self.instance} {peer}".encode())))
 
     def is_known(self, worker: str) -> bool:
-        """Whether the worker is registered, draining and unready ones included. Answers of others are not trusted."""
+        """Whether the worker is one of `peers`. Answers of others are not trusted."""
         return any(peer.id == worker for peer in self.peers())
 
     def registered(self) -> list[Instance]:
@@ -114,7 +114,7 @@ class PrefillWorkers:
         return self._registered
 
     def peers(self) -> list[Instance]:
-        """Registered workers, and those that are not ready yet."""
+        """Announced workers, draining ones included, and those that are not ready yet."""
         self._refresh()
         return self._registered + self._newcomers
 
@@ -203,7 +203,7 @@ class PrefillWorkers:
         before = self._unheard[worker]
         try:
             self._unheard[worker] = 0 if await self.queue.listens(worker) else before + 1
-        except TimeoutError:  # its process hangs
+        except TimeoutError:  # subscribed, but it does not reply
             self._unheard[worker] = max(before, MAX_UNHEARD)
         if before < MAX_UNHEARD <= self._unheard[worker]:
             logger.warning("%s does not answer on NATS: sending it no prompts until it does", worker)
@@ -221,9 +221,9 @@ class PrefillWorkers:
                 request.resolve(LOST)
 
     def give_up_gone(self) -> None:
-        """Prefill locally the prompts that a lost worker had pulled, and all prompts if no worker is left. First wait
-        `LAST_ANSWERS`, because the worker's last message may say that its engine died of a request. A prompt that was
-        addressed to a worker that is not available any more goes to any worker."""
+        """Prefill locally the prompts that a lost or stalled worker has, and those that no worker is left to pull.
+        First wait `LAST_ANSWERS`, because a worker's last message may say that its engine died of a request. A prompt
+        that was addressed to a worker that is not available any more goes to any worker."""
         usable = {worker.id for worker in self.available()}
         for request in self.requests:
             if request.preferred and request.preferred not in usable:

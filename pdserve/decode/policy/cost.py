@@ -19,7 +19,7 @@ LATER_PROMPTS = 2.0
 
 @dataclass(frozen=True)
 class Estimates:
-    """In seconds."""
+    """Times are in seconds."""
 
     local_wait: float
     """For prompts that this engine computes first."""
@@ -39,7 +39,8 @@ class Estimates:
     slo_misses: tuple[float, float] | None = None
     """SLO misses to expect from a local and from a remote prefill; None without an SLO."""
     prefix: "PrefixChoice | None" = None
-    """Set if a prefill worker is cheaper than the queue because of its prefix cache; then the remote times are its."""
+    """Set if a prefill worker is cheaper than the queue because of its prefix cache. The remote times are then its
+    own."""
 
     @property
     def local_cost(self) -> float:
@@ -53,7 +54,7 @@ class Estimates:
         return wait + self.remote_compute + self.handover + self.streams * self.remote_stall
 
     def _weight(self, compute: float) -> float:
-        """Cost of a second that this prompt waits: above 1, because later prompts wait longer, too."""
+        """Cost of a second that this prompt waits: more than 1 if others arrive, which wait longer, too."""
         return 1 + LATER_PROMPTS * self.rate * compute
 
     @property
@@ -63,8 +64,9 @@ class Estimates:
 
     @property
     def better(self) -> Literal["local", "remote"]:
-        """Remote if it is expected to miss fewer SLOs; else the cheaper way. A local prefill that avoids one miss may
-        cost twice the remote one (docs/decisions/0085-what-a-promise-kept-here-may-cost.md)."""
+        """Remote if it is expected to miss clearly fewer SLOs (`MIN_MISS_DIFFERENCE`); else the cheaper way. A local
+        prefill that avoids one miss may cost twice the remote one
+        (docs/decisions/0085-what-a-promise-kept-here-may-cost.md)."""
         local, remote = self.slo_misses or (0.0, 0.0)
         if local > remote + MIN_MISS_DIFFERENCE:
             return "remote"
@@ -126,7 +128,7 @@ class RemoteWorker:
 
 @dataclass(frozen=True)
 class SeenLoad:
-    """The load that a prefill worker reported at its last pull."""
+    """The last load that is known of a prefill worker."""
 
     load: PrefillLoad
     age: float
@@ -153,9 +155,9 @@ def prefix_choice(
 ) -> PrefixChoice | None:
     """Return the worker that should compute the prompt because of its prefix cache; None if any worker may.
 
-    A queued prompt begins when the first worker is idle, and finds the workers' average part of its prefix. So if all
-    workers have the prefix, the queue is best, because it needs no guess which worker is idle first. The wait for
-    queued prompts is added to both costs, because passing them is no reason to choose a worker."""
+    A queued prompt begins when the first worker is idle, and finds as much of its prefix as the workers have on
+    average. So if all workers have the prefix, the queue is best, because it needs no guess which worker is idle first.
+    The wait for queued prompts is added to both costs, because passing them is no reason to choose a worker."""
     speed = sum(1 / each.token_seconds for each in remote)
 
     def delay(wait: float, compute: float) -> float:

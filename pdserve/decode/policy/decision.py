@@ -43,11 +43,11 @@ def decide(
     estimates: Estimates | None = None,
 ) -> Decision:
     """Policy `threshold`: remote if the prompt, less its prefix hit, is longer than this worker should compute beside
-    its streams, and the queue is short. Policy `adaptive`: the cheaper way by `estimates`.
+    its streams, and the queue is short. Policy `adaptive`: `estimates.better`. Without `conditional_disagg`: remote.
 
     `supported` is false for a request that needs more than its prompt's KV (prompt logprobs). `migrated` is true for a
     request whose worker was lost, perhaps because of KV that it read. `fits` is false for a request that is larger than
-    the queue's largest message, or longer than the prefill workers' max-model-len.
+    the queue's largest message, or whose prompt is too long for a prefill worker.
     """
     must_be_local = {
         "disabled": not settings.remote_prefill,
@@ -85,7 +85,7 @@ class PrefillTimeout:
     def __init__(self) -> None:
         self._rate = FIRST_GUESS
         self._tokens = 0.0
-        """Prompt tokens of an average request; 0: none was measured."""
+        """Mean tokens of a measured prefill; 0: none was measured."""
 
     def learn(self, tokens: int, seconds: float) -> None:
         """Record a prefill of `tokens` that took `seconds` in the prefill engine, perhaps beside other prompts."""

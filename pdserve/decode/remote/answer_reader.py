@@ -1,4 +1,4 @@
-"""Reads prefill workers' answers, and rejects KV of late or repeated answers (docs/decisions/0007-lost-answers.md)."""
+"""Reads prefill workers' answers, and rejects KV that no request takes (docs/decisions/0007-lost-answers.md)."""
 
 import logging
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Remote prefill at the decode worker: publishes a prompt, waits for the answer with a timeout, checks its KV handle.
 
-`answer_reader.py` handles lost and late answers; `decode/peers/prefill_workers.py`, prefill workers that are gone or
+`answer_reader.py` handles lost and late answers; `decode/peers/prefill_workers.py`, prefill workers that are lost or
 whose KV cannot be read."""
 
 import asyncio
@@ -46,7 +46,7 @@ OVERHEAD = 2048
 
 
 class NoHandle(Exception):
-    """Raised when a remote prefill failed; `reason` is the label of the failure metric."""
+    """Raised when a remote prefill ends without KV. `reason`: the label of the failure metric, `OWN` or `CANCELLED`."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(f"{reason}: {text}" if text else reason)
@@ -143,7 +143,7 @@ class RemotePrefill:
             request.resolve(TIMEOUT)
 
     async def _prefer(self, request: DecodeRequest, prefix: PrefixChoice) -> bool:
-        """Send the prompt to the worker with its prefix. Return False if the worker does not begin it in time."""
+        """Send the prompt to the worker with its prefix. Return False if it does not begin the prompt."""
         request.begun = asyncio.get_running_loop().create_future()
         assert request.answer is not None
         request.published = True
@@ -194,7 +194,7 @@ class RemotePrefill:
                 await self.queue.address(worker, message)
             else:
                 await self.queue.publish(message)
-        except QueueUnavailable as error:  # without effect if the message was stored and answered
+        except QueueUnavailable as error:  # no effect if an answer has come all the same
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
 
     async def _check(self, handle: KvHandle, submit: Submit) -> None:
@@ -210,5 +210,5 @@ class RemotePrefill:
             await self.queue.cancel([request_id])
         except QueueUnavailable:
             logger.info(
-                "request %s: NATS is disconnected; its prompt stays queued to its deadline", request_id
+                "request %s: NATS is disconnected; its prompt stays queued until its timeout", request_id
             )

@@ -76,7 +76,7 @@ class PromptPublisher:
 
     def ahead(self, client: str) -> int:
         """Number of prompts, held or published, that come before a new one of this client. 0 for a flex client, so that
-        its prompts wait for a prefill worker: local prefills would stall streams."""
+        its prompts wait for a prefill worker: local prefills would delay streams."""
         return 0 if is_flex(client) else self._queue.depth - self._held.behind(client)
 
     def remove(self, request: DecodeRequest) -> None:
@@ -99,7 +99,7 @@ class PromptPublisher:
     def _may_publish(self, request: DecodeRequest) -> bool:
         workers, tokens = len(self._workers.available()), len(request.submit.prompt)
         if not self._queue.connected or not workers:
-            return True  # publishing fails, and the decode worker computes the prompt
+            return True  # no prefill worker will answer, so this worker will compute the prompt
         if is_flex(request.submit.client):  # one at a time: the JetStream queue is FIFO
             idle = all(each.prefiller and not is_flex(each.submit.client) for each in self._published)
             return idle and not self._queue.stored

@@ -1,9 +1,9 @@
-"""Warms up the KV transfer from each prefill worker before a client's request needs it.
+"""Warms up the KV transfer from prefill workers, at most `MAX_PAIRS`, before a client's request needs it.
 
 The first read of a pair shakes hands, connects and allocates, which may take seconds. So this decode worker sends each
-new prefill worker a short random prompt, not through the queue, reads its KV, and generates one token. Workers warm up
-before they announce themselves: until then they register as newcomers, whom frontends do not see. They wait a few
-seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
+of these prefill workers a short random prompt, not through the queue, reads its KV, and generates one token. Workers
+warm up before they announce themselves: until then they register as newcomers, whom frontends do not see. They wait a
+few seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class WarmUp:
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Warm up with each new prefill worker, and retry if that fails; for ever, or until EngineDead."""
+        """Warm up with each worker of `to_warm_up`, and retry if that fails; for ever, or until EngineDead."""
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             async for _ in self.view.changes():
@@ -58,7 +58,7 @@ class WarmUp:
                     tasks[peer] = group.create_task(retries)
 
     async def tried(self) -> None:
-        """Wait until every prefill worker that is registered now has been tried."""
+        """Wait until each worker of `to_warm_up` has been tried."""
         while not self.workers.to_warm_up() <= self._tried:
             self._change.clear()
             await self._change.wait()
@@ -86,7 +86,8 @@ class WarmUp:
                 self.requests.drop(request)
                 await self.engine.cancel([request.id])
         WARM_UPS.labels(self.workers.model, "ok" if warm else "failed").inc()
-        logger.info("%s with %s after %.2f s", "warm" if warm else "not warm", peer, time.monotonic() - began)
+        result = "done" if warm else "failed"
+        logger.info("warm-up with %s: %s after %.2f s", peer, result, time.monotonic() - began)
         self._tried.add(peer)
         self._change.set()
         return warm

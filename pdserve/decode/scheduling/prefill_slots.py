@@ -35,7 +35,7 @@ class _Prompt:
 
 class PromptSlots:
     def __init__(self, chunk: Callable[[], int], usual: int) -> None:
-        """`chunk` returns the current tokens of a chunk; `usual`: tokens of a chunk without an SLO; 0: no limit."""
+        """`chunk` returns the tokens of a chunk now; `usual`: tokens of a chunk without streams; 0: no limit."""
         self._chunk = chunk
         self._short = usual // SHORT
         self._inside: set[_Prompt] = set()
@@ -78,7 +78,7 @@ class PromptSlots:
     def _start_next(self) -> None:
         now, chunk = time.monotonic(), self._chunk()
         while prompt := self._waiting.first(now):
-            flex = is_flex(prompt.client)  # flex prompts in the engine keep no other prompt out
+            flex = is_flex(prompt.client)  # flex prompts in the engine keep only flex prompts out
             inside = [each for each in self._inside if flex or not is_flex(each.client)]
             if inside and sum(min(each.tokens, chunk) for each in (*inside, prompt)) > chunk:
                 return

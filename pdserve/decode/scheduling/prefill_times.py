@@ -52,7 +52,7 @@ class Outlook:
     token: float
     """Per prompt token on the sooner way."""
     gap: float
-    """A step without prompts, or the time from KV to the next token, whichever is longer. It decays while neither is
+    """A step without prompts, or the time from KV to the next token, whichever is longer. Each decays while it is not
     measured, because the worker may have become faster."""
 
 
@@ -70,13 +70,13 @@ class Estimator:
     """Role `both`: tokens of prompts from the queue in this engine."""
     _local: PrefillSpeed = field(default_factory=PrefillSpeed)
     _plain: LearnedMean = field(default_factory=LearnedMean)
-    """Seconds of a step with streams alone."""
+    """Seconds of a step with streams and without prompts."""
     _undisturbed: LearnedMean = field(default_factory=LearnedMean)
-    """The same, while no prefill worker computes a prompt for this worker."""
+    """`_plain` while no prefill worker computes a prompt for this worker."""
     _disturbed: LearnedMean = field(default_factory=LearnedMean)
-    """The same, while a prefill worker does."""
+    """`_plain` while a prefill worker computes a prompt for this worker."""
     _was_disturbed: bool = False
-    """Whether a prefill worker was computing when the last step ended."""
+    """Whether a prefill worker was computing a prompt for this worker when the last step ended."""
     _chunk_token: LearnedMean = field(default_factory=LearnedMean)
     """Seconds that each prompt token adds to a step."""
     _chunks: tuple[int, float] = (0, 0.0)
@@ -89,8 +89,8 @@ class Estimator:
     """Mean seconds between two prompts."""
     _handover: LearnedMean = field(default_factory=lambda: LearnedMean(FIRST_HANDOVER))
     _answered: LruDict[tuple[float, float]] = field(default_factory=lambda: LruDict(1000))
-    """By prefill worker: seconds per token of the last prompt that it answered, and when. An upper bound, since the
-    prompt may have waited for others in the engine."""
+    """By prefill worker: seconds per token of its last long prompt, and when that had its first step here. An upper
+    bound, because the prompt may have waited for others in the prefill engine."""
 
     def of(
         self,

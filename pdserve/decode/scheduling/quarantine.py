@@ -2,7 +2,7 @@
 
 Each request that was being computed when an engine died is a *suspect*. A suspect enters the next engine only while no
 other request there is unproven; if that engine dies too, the suspect killed it. A request is proven by its next token.
-Other requests enter together, unless a suspect waits before them.
+Other requests enter together, but not while a suspect waits before them or is unproven in the engine.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The simulated engine: continuous batching over a real block pool, with sleeps where the GPU would work.
 
-It is simpler than vLLM in two ways: a request reserves the blocks of all its tokens when it is admitted, so that none
-is ever preempted, and it always runs to max_tokens. Stop tokens are ignored."""
+It is simpler than vLLM in two ways: a request reserves the blocks of all its tokens when it is admitted, so that no
+request is ever preempted, and it always runs to max_tokens. Stop tokens are ignored."""
 
 import asyncio
 import time
@@ -385,7 +385,7 @@ class SimEngine(SimAdapters, Engine):
         self._tasks.start(self._send_done(kv), "sim KV release")
 
     async def _send_done(self, kv: KvHandle) -> None:
-        with suppress(Unavailable):  # the prefill engine is gone, or frees the blocks when their lease ends
+        with suppress(Unavailable):  # the prefill engine has ended, or frees the blocks when their lease ends
             await ask(kv, [], self._model.transfer_timeout, done=True)
 
     def _release(self, request_id: str) -> bool:

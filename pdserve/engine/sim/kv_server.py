@@ -80,11 +80,11 @@ class KvServer(Lifetime):
 
 
 class Unreachable(Unavailable):
-    """The other engine accepts connections, but its side channel does not answer."""
+    """The other engine accepts connections, but closes them without an answer."""
 
 
 async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: bool = False) -> BlockContents:
-    """Raises Unavailable if the other engine is gone, does not answer or was restarted."""
+    """Raises Unavailable if the other engine has ended, does not answer or was restarted."""
     read = ReadBlocks(handle.engine_id, handle.request_id, done, block_ids)
     try:
         async with asyncio.timeout(timeout):

@@ -44,7 +44,7 @@ class SimModel:
     transfer_seconds: float = 0.0
     """Fixed seconds of each transfer between two engines."""
     transfer_timeout: float = 3.0
-    """Seconds; equals `FLOOR` in `pdserve/kv/connector.py`."""
+    """Seconds to wait for another engine's answer; equals `FLOOR` in `pdserve/kv/connector.py`."""
     lease: float = 30.0
     """Seconds that a prefill engine keeps blocks for the decode engine."""
     fatal_token: int = 0

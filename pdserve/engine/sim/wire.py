@@ -30,7 +30,7 @@ _UNLIKELY = -9999.0
 
 
 class Sampling(Struct, frozen=True):
-    """The used part of SamplingParams; like vLLM's, it is encoded as a map without the defaults."""
+    """The used part of SamplingParams, which vLLM encodes as a map without the defaults."""
 
     max_tokens: int | None = 16
     prompt_logprobs: int | None = None
@@ -198,7 +198,7 @@ class SimRequest:
     kv: KvHandle | None = None
     """Where to read the prompt's KV."""
     keep: bool = False
-    """Whether it is a prefill, whose blocks are kept until the lease ends."""
+    """Whether it is a prefill, whose blocks are kept until they are read or the lease ends."""
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     """Prompt tokens whose KV is in this engine."""

@@ -83,7 +83,7 @@ def move_whole_prompts(config: VllmConfig) -> None:
 
 
 def keep_images() -> None:
-    """Have engines that are forked from this process give their workers all images of a request. vLLM leaves out images
+    """Have engines that are forked from this process give their ranks all images of a request. vLLM leaves out images
     whose KV is cached, and dies when it computes the request again after a preemption."""
     scheduler_output.strip_covered_mm_data = lambda features, *_, **__: features
 

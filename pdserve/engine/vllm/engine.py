@@ -30,7 +30,7 @@ T = TypeVar("T")
 REACH_TIMEOUT = 5.0
 """Seconds; a decode engine waits as long for the side channel."""
 IDLE_AFTER = 0.5
-"""Seconds without a report after which an engine without requests holds no block."""
+"""Seconds without a report after which an engine without requests counts as holding no block."""
 
 
 class VllmEngine(Engine):
@@ -366,6 +366,6 @@ class VllmEngine(Engine):
         await self._call(self._core.add_request_async(again))
 
     def _note_unread(self, request: RunningRequest | None, why: str) -> None:
-        """Several ranks may report the same request."""
+        """Keep the first reason, because several ranks may report a request."""
         if request is not None:
             self._unread.setdefault(request.request_id, why)

@@ -1,7 +1,7 @@
 """Computes a lone prompt on the CPU with the cores that are idle, too.
 
 The plan divides the cores among the engines of a graph (`plan/slots.py`), because engines that each use all cores slow
-each other down. While one client is alone, only one engine has work, and the cores of the others would stay idle.
+each other down. While there is only one request, only one engine has work, and the cores of the others would stay idle.
 """
 
 import os

@@ -232,7 +232,8 @@ class VllmRanks(Ranks):
 
 
 def death_of(status: int | None) -> EngineDead:
-    """The error for a core that ended with this exit status, which names its first dead rank (`api.end_with_ranks`)."""
+    """The error for a core that ended with this exit status, which tells how its first rank ended
+    (`api.end_with_ranks`)."""
     if status is None or 0 < status <= api.BY_SIGNAL:
         return EngineDead("vLLM's engine core failed", crashed=True)
     number = -status if status < 0 else status - api.BY_SIGNAL
@@ -259,9 +260,9 @@ def _remove(beginning: str) -> None:
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Start processes in this block that ignore SIGINT and SIGHUP. Ctrl-C and the end of a terminal signal the whole
-    foreground group, and vLLM's processes would end with all requests before this process can drain them. Children
-    inherit the signals that this thread blocks."""
+    """Have processes that are started in this block ignore SIGINT and SIGHUP. Ctrl-C and the end of a terminal signal
+    the whole foreground group, and vLLM's processes would end with all requests before this process can drain them.
+    Children inherit the signals that this thread blocks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         resource_tracker.ensure_running()  # the tracker ignores SIGINT, but its start unblocks SIGINT in this thread

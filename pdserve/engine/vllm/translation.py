@@ -119,9 +119,9 @@ def prefix_key(request: api.EngineCoreRequest) -> PrefixKey | None:
 
 
 def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
-    """Why vLLM ended a request by its grammar, which does not compile or `rejected` tokens; empty if the request has
-    no grammar. vLLM's frontend does not compile the grammar, and the engine only logs the reason. A grammar without
-    finite text ({"$ref": "#"}) rejects every token."""
+    """Why vLLM ended a request by its grammar: it does not compile, or rejected the tokens in `rejected`. Empty if
+    the request has no grammar. vLLM's frontend does not compile the grammar, and the engine only logs the reason. A
+    grammar without finite text ({"$ref": "#"}) rejects every token."""
     asked = read_body(body).sampling_params.structured_outputs
     if asked is None:
         return ""

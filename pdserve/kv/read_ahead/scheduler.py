@@ -105,7 +105,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return meta
 
     def _complete(self, scheduled: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """Handles of the blocks that this step completes, for prompts that need more steps."""
+        """Handles of all complete blocks of prompts that need more steps, if `MIN_PIECE_BYTES` of them are new."""
         for name in scheduled.keys() & self._prefills.keys():
             request, named = self._prefills[name]
             computed = request.num_computed_tokens + scheduled[name]
@@ -163,7 +163,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self._leases.end(name, read=True)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """None: ask again in the next step."""
+        """A count of None: ask again in the next step."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and _source(params) in self._ahead:
             if not self._ahead.is_reading(_source(params)):

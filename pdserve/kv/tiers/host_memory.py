@@ -48,7 +48,7 @@ class PdserveConnectors(MultiConnector):  # type: ignore[misc]
 
     @property
     def tier_blocks(self) -> tuple[int, int]:
-        """How many blocks fit in host memory, and on disk. Call it only in workers."""
+        """How many blocks fit in host memory, and on disk. Call it only in ranks."""
         spec = self.sub_connectors[-1].connector_worker.spec
         return int(spec.num_chunks), int(spec.disk_blocks)
 
@@ -89,7 +89,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         self._caches = [each.tensor for each in caches.tensors]
         """Of shape (blocks, bytes of a layer's block)."""
         self._host = host
-        """The same shape, with other numbers of blocks."""
+        """Of the shape of `_caches`, with other numbers of blocks."""
         self._groups = [[ref.tensor_idx for ref in refs] for refs in caches.group_data_refs]
         self._done: list[TransferResult] = []
 

@@ -119,7 +119,7 @@ class NatsConnection(Lifetime):
         return self._client
 
     async def client_until(self, ends: float) -> Client | None:
-        """Return the present client, or a new one that connects before monotonic time `ends`."""
+        """Return the present client, or a new one that connects before monotonic time `ends`; None if none does."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ends - time.monotonic()):
                 await self._has_client.wait()

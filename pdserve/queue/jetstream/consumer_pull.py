@@ -1,4 +1,4 @@
-"""Pull requests to a JetStream consumer."""
+"""Pulls messages from a JetStream consumer."""
 
 import asyncio
 import json
@@ -88,7 +88,8 @@ class PullConsumer:
     async def _collect(
         self, replies: "asyncio.Queue[Msg | None]", batch: int, within: float, messages: list[Msg]
     ) -> bool:
-        """Collect messages. Return whether the reply is complete: false after `within` seconds of silence or a loss."""
+        """Collect messages. Return whether the reply is complete: false after `within` seconds of silence, or if the
+        connection is lost after a message. Raises QueueUnavailable if it is lost before."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within) as silence:
                 while len(messages) < batch:

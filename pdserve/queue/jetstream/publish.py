@@ -19,7 +19,7 @@ from pdserve.queue.jetstream.stream import STREAM_FULL
 from pdserve.util.errors import QueueFull, QueueUnavailable
 
 WITHDRAW_FOR = 30.0
-"""Seconds for which the cancellation of a request that may have been stored is repeated."""
+"""Most seconds for which the cancellation of a request that may have been stored is repeated."""
 LEADER_CHANGE_PAUSE = 0.1
 """Seconds between two attempts while the stream changes its leader."""
 MIN_TIMEOUT = 0.1

@@ -332,7 +332,7 @@ class JetStreamQueue(PrefillQueue):
                     await self._connection.publish(self._names.state, encode(report))
 
     async def _accept(self, message: Msg) -> Delivery | None:
-        """Return the delivery; None if the request needs no prefill any more."""
+        """Return the delivery; None if the request is dropped."""
         try:
             request = decode_prefill_request(message.data)
         except ProtocolError as error:

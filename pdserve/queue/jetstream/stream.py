@@ -29,7 +29,7 @@ API_TIMEOUT = 2.0
 REPLICAS = 3
 """Replicas of the stream in a cluster of at least this many servers; one server may then be lost."""
 STREAM_FULL = 10077
-"""Error code of a stream that has reached its number of messages or bytes."""
+"""Error code of a stream that has reached its limit of messages or bytes."""
 _NO_SPACE = (10028, 10047)
 """Error codes of a server that cannot reserve `max_bytes`."""
 _NO_LEADER = (10008,)
@@ -43,7 +43,7 @@ MEASURE_EVERY = 30.0
 """Seconds between two measurements of the server's clock, which may be set at any time."""
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _MAX_TOKEN = 120
-"""Longest token, because stream names become folder names."""
+"""Most characters of a token, because stream names become folder names."""
 
 
 # names
