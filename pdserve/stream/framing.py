@@ -6,8 +6,8 @@ direction so far. A frame that was damaged, lost, repeated or moved ends the con
 (docs/decisions/0096-checked-frames.md).
 
 An empty frame is a heartbeat. A server with nothing left to send answers it with another, from which the client
-measures the round trip. When a process ends, its connections close at once. If a process stands still or the network
-is cut, the other side ends the connection after some seconds of silence. An ended connection is never used again.
+measures the round trip. When a process ends, its connections close at once. If a process freezes or the network is
+cut, the other side ends the connection after some seconds of silence. An ended connection is never used again.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class FramedConnection(asyncio.Protocol):
         space.
 
         The space is polled, because uvloop calls `resume_writing` only when the buffer is empty, which takes seconds
-        after a large burst. Polls are counted instead of time, because this process may pause."""
+        after a large burst. Polls are counted instead of time, because this process may freeze."""
         polls = 0
         while self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNSENT:
             if polls == _SEND_POLLS:
@@ -130,8 +130,8 @@ class FramedConnection(asyncio.Protocol):
 
     def beat(self, silence: float, *, stalled: bool) -> None:
         """End the connection after `silence` seconds without received bytes, else send a heartbeat. The side that
-        answers heartbeats sends one only if it has sent nothing for a while. If this process `stalled` (did
-        not run) or paused reading, the silence counts from now, because bytes may have arrived."""
+        answers heartbeats sends one only if it has sent nothing for a while. If this process froze (`stalled`)
+        or paused reading, the silence counts from now, because bytes may have arrived."""
         now = time.monotonic()
         if stalled or self._reading_paused:
             self.heard = now
@@ -264,7 +264,7 @@ class FramedConnection(asyncio.Protocol):
 
 
 async def beats() -> AsyncIterator[bool]:
-    """Yield every second whether this process stood still for over a second since the last yield."""
+    """Yield every second whether this process froze for over a second since the last yield."""
     while True:
         before = time.monotonic()
         await tick(HEARTBEAT_INTERVAL)

@@ -7,7 +7,8 @@ is expected to miss its deadline is refused. A full queue refuses the last reque
 Reasons: docs/decisions/0006-overload.md.
 
 A permit may be taken back (preemption): a sequence pauses for a client that runs less than half as many sequences as
-its own client. If its client does not read, it pauses for any waiting request. docs/decisions/0046-places-of-others.md.
+its own client. If its client does not read, it pauses for any waiting request but a flex one.
+docs/decisions/0046-places-of-others.md.
 
 Flex requests have a queue of their own. They start only while no other request waits, and pause for any that does.
 docs/decisions/0083-batches.md.

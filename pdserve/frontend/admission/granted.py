@@ -65,7 +65,7 @@ class Admission(QueueEntry):
 
     @property
     def runs(self) -> int:
-        """Number of running sequences of its client in the same queue."""
+        """Number of its client's running sequences: of flex ones if it is flex, else of the others."""
         return self.queue.runs(self)
 
     @property

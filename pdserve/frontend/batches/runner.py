@@ -85,7 +85,7 @@ class BatchRunner:
 
 
 class BatchRun:
-    """Sends the lines of one batch that have no result. A refused line is sent again after all others."""
+    """Sends the lines of one batch that have no result. A refused line is sent again once all others were sent."""
 
     def __init__(self, context: PluginContext, store: Store, owner: str, batch_id: str) -> None:
         self.owner = owner
@@ -265,7 +265,7 @@ class BatchRun:
 
 
 def _flex_body(line: Line) -> bytes:
-    """The line's body with `service_tier: flex` at its end, because of fields with the same name, the last counts."""
+    """The line's body with `service_tier: flex` at its end: if a field is given twice, the last one counts."""
     fields = bytes(line.body)[1:-1].strip()
     return b"{" + fields + b"," * bool(fields) + b'"service_tier":"flex"}'
 

@@ -25,12 +25,16 @@ from pdserve.util.errors import BadRequest, PdserveError
 
 logger = logging.getLogger(__name__)
 
-MAX_FILES, MAX_STORED, MAX_OPEN = 1000, 10 << 30, 100
-"""Limits of an API key: files, their bytes, open batches."""
+MAX_FILES, MAX_STORED = 1000, 10 << 30
+"""Most files of an API key, and most bytes of them together."""
+MAX_OPEN = 100
+"""Most open batches of an API key."""
 MAX_CLOSED = 1000
 """Closed batches kept for an API key; older ones are deleted."""
-MAX_LINE, MAX_LINES, MAX_ERRORS = 4 << 20, 50_000, 100
-"""Bytes of a line, lines of a batch, and errors of its input that are listed."""
+MAX_LINE, MAX_LINES = 4 << 20, 50_000
+"""Most bytes of a line, and most lines of a batch."""
+MAX_ERRORS = 100
+"""Most errors of a batch's input that are listed."""
 WINDOW = 24 * 3600.0
 """Completion window of a batch, in seconds."""
 BUSY_TIMEOUT = 30.0

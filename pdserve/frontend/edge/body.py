@@ -28,11 +28,13 @@ MAX_BODY = 32 << 20
 """Most bytes of a body; prompts of a million tokens fit."""
 MAX_HELD = 256 << 20
 """Most bytes of the bodies of all running requests."""
-PACE, GRACE = 1000.0, 30.0
-"""Least average bytes per second of a body; seconds at its start that do not count."""
+PACE = 1000.0
+"""Least average bytes per second of a body, not counting its first `GRACE` seconds."""
+GRACE = 30.0
 MAX_DISCARDED = 2 * MAX_BODY
+"""Most bytes to read of a refused request's body."""
 DISCARD_WITHIN = 10.0
-"""Most bytes and seconds to read of a refused request's body."""
+"""Most seconds to read a refused request's body."""
 _BYTES_PER_TOKEN = 4
 IMAGE_TOKENS = 1024
 """Assumed tokens of an image; models make 64 to about 4,000, by its size."""
@@ -48,8 +50,10 @@ MAX_PARTS = 10_000
 """Most lists and objects in a body: vLLM's app takes 10 to 100 microseconds for each."""
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """A JSON string. An unclosed one matches to the body's end, so that the search does not start again at its quotes."""
-LARGE, MANY = 64 << 10, 100
-"""Bytes, and JSON objects, of a body that takes vLLM's app about 10 ms."""
+LARGE = 64 << 10
+"""Bytes of a body that takes vLLM's app about 10 ms."""
+MANY = 100
+"""JSON objects in a body that takes it as long."""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _LARGEST = 1 << 40
 """Larger numbers of a body are cut to this, so that computing with them cannot overflow."""

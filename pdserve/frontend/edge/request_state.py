@@ -171,7 +171,7 @@ class RequestState:
     first_token: float | None = None
     """monotonic, as `started`"""
     longest_gap: float = 0.0
-    """seconds between two tokens of a sequence"""
+    """most seconds between two tokens of a sequence"""
     longest_gap_end: float = 0.0
     """when that gap ended; monotonic, as `started`"""
     output_tokens: int = 0

@@ -169,7 +169,7 @@ def frontend_argv(card: ModelCard, model: str) -> list[str]:
         "allowed-origins": [],
         "mm-processor-cache-gb": 0,  # the cache would omit images, assuming that the one engine has them
     }
-    # 2: while one thread tokenizes a long text, the other serves short prompts
+    # 2 threads: while one tokenizes a long text, the other tokenizes short prompts
     return to_argv({"renderer-num-workers": 2, "limit-mm-per-prompt": LIMITS, **kept, **ours})
 
 

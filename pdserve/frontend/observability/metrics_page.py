@@ -20,8 +20,8 @@ FETCH_WITHIN = 0.5
 KEPT = 1.0
 """Seconds that the page is cached, because many scrapers must not multiply the work of every process."""
 MAX_MERGED = 100
-"""Most other processes whose pages are merged, because more would take a frontend seconds. In larger graphs, none is:
-scrape each process (`Instance.metrics`)."""
+"""Most other processes whose pages are merged, because more would take a frontend seconds. In larger graphs, no
+other page is merged: scrape each process (`Instance.metrics`)."""
 
 
 class MetricsPage(Plugin):

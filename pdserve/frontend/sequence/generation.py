@@ -73,7 +73,7 @@ class Generation:
     stalls: int = 0
     """stalled workers that it was moved away from"""
     lost_by: set[str] = field(default_factory=set)
-    """instance ids of the workers that lost it"""
+    """instance ids of the workers that lost it or that it was moved away from"""
     last_loss: str = ""
     engines_died: int = 0
     """engines in a row that died while they computed its next token, as their workers report"""
