@@ -67,7 +67,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
         (f"alice: {{key: {LONG}, key-sha256: {HASH}}}", ":1: alice needs either key or key-sha256"),
         ("alice:\n  key: 1234567812345678", ":2: alice.key must be a text"),
         (f"alice: {{key-sha256: {LONG}}}", ":1: alice.key-sha256 must be 64 hex digits"),
-        (f"alice:\n  key: {LONG}\n  request-per-minute: 3", ":3: alice.request-per-minute is not a key"),
+        (f"alice:\n  key: {LONG}\n  request-per-minute: 3", ":3: alice.request-per-minute is not a field"),
         (f"alice:\n  key: {LONG}\n  admin: root", ":3: alice.admin must be true or false"),
         (f"alice:\n  key: {LONG}\n  tokens-per-minute: 0", ":3: alice.tokens-per-minute must be a whole"),
         (f"alice:\n  key: {LONG}\n  tokens-per-minute: 1{'0' * 400}", ":3: alice.tokens-per-minute must"),
