@@ -26,7 +26,7 @@ class RequestHops:
 
     @property
     def own(self) -> list[Hop]:
-        """Hops without the prefills at prefill workers, which trace those themselves."""
+        """Hops without those in prefill engines, which the prefill workers trace."""
         remote = {worker for worker, _ in self._pulls}
         return [
             hop

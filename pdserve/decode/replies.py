@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LOAD_INTERVAL = 0.5
 """Seconds between two reports of the load; it is sent only if it changed."""
 PREEMPT_INTERVAL = 0.1
-"""Seconds between two checks whether to preempt a client's requests for others that wait in the engine."""
+"""Seconds between two checks whether to preempt a client's requests for other clients' that wait in the engine."""
 PREFIX_INTERVAL = 0.25
 """Seconds between two reports of the prefix cache: a conversation's next prompt comes later than this."""
 FRONTENDS = "frontends"
@@ -126,7 +126,7 @@ class Frontends:
                         await self.send(frontend, self._prefixes(stored, gone))
 
     async def preempt(self, get_load: Callable[[], Load]) -> None:
-        """Ask frontends to pause requests for others that wait in the engine, for ever."""
+        """Ask frontends to pause requests for other clients' requests that wait in the engine, for ever."""
         while True:
             await self.requests.pause(PREEMPT_INTERVAL)
             if queued := self.engine.usage.queued:

@@ -80,7 +80,7 @@ class Output:
 
     request_id: str
     tokens: list[int]
-    """Of a `prefill`: the request's first token if another engine may sample the tokens after it; else empty."""
+    """New tokens. Of a `prefill`: the request's first one if another engine may sample those after it; else empty."""
     finished: bool
     handle: KvHandle | None = None
     """Where the KV lies; on the finishing output of a `prefill`."""

@@ -17,9 +17,9 @@ processes. The constants are keys of the connector's statistics, unless they say
 heavy."""
 
 STALLED = "pdserve_stalled_requests"
-"""Requests whose read is overdue, by their ids in the engine."""
+"""Ids, in the engine, of requests whose read is overdue."""
 FAILED = "pdserve_failed_requests"
-"""Requests whose KV could not be read, by their ids in the engine."""
+"""Ids, in the engine, of requests whose KV could not be read."""
 READS = "pdserve_reads"
 """Each successful read: id of the request or piece, id of the source engine, seconds, bytes of this rank."""
 RELEASED = "pdserve_released_requests"

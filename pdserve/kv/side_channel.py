@@ -253,7 +253,7 @@ class Confirmations:
         return self._peers[path]
 
     def _receive(self, paths: Iterable[str], wait_ms: int) -> None:
-        """Read all answers that have arrived; wait up to `wait_ms` for the others."""
+        """Read all answers that have arrived; wait up to `wait_ms` for the missing ones."""
         sockets = [self._peers[path].socket for path in paths if path in self._peers]
         ends = time.monotonic() + wait_ms / 1000
         while True:

@@ -33,14 +33,14 @@ Beat = Callable[[bytes], None]
 """Gets heartbeats: STARTS, SERVES or DRAINS."""
 
 AT_ONCE = 1.5
-"""Seconds for a role that ends without a drain to close its connections."""
+"""Seconds that a role that ends without a drain has to close its connections."""
 LAST_RESORT = 15.0
 """Seconds beyond three drain timeouts after which a role whose supervisor died drains by itself: the guardian, which
 would have stopped it, must have died, too."""
 BEAT = 1.0
 """Seconds between two heartbeats."""
 FAILED_WITHIN = 15.0
-"""Seconds for a failed service to send its last messages and end its engine processes."""
+"""Seconds that a failed service has to send its last messages and end its engine processes."""
 END_WITHIN = 1.0
 """Most seconds from the end of a role's work to the end of its process."""
 

@@ -83,7 +83,7 @@ class Leader(Lifetime):
             taken = await self._joined()
             self.record = msgspec.structs.replace(self.record, followers=taken)
             await self._write()
-            logger.info("spans %d hosts, with %s", self.record.nodes, ", ".join(taken))
+            logger.info("this worker spans %d hosts; followers: %s", self.record.nodes, ", ".join(taken))
             yield
 
     async def watch(self, stop: Callable[[], None] = lambda: None, patience: float = LOST_AFTER) -> None:
@@ -128,7 +128,8 @@ class Follower(Lifetime):
     async def _lifetime(self) -> AsyncIterator[None]:
         async with self._view:
             self.leader = await self._taken()
-            logger.info("node rank %d of %s on %s", self.record.rank, self.leader.id, self.leader.host)
+            leader = self.leader
+            logger.info("joined leader %s on %s as node rank %d", leader.id, leader.host, self.record.rank)
             yield
 
     async def watch(self, patience: float = LOST_AFTER) -> None:

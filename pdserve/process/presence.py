@@ -38,7 +38,7 @@ from pdserve.util.ticks import until_tick
 logger = logging.getLogger(__name__)
 
 WARM_UP_WITHIN = 5.0
-"""Seconds for warm-ups with other workers before a worker is announced."""
+"""Most seconds of warm-ups with other workers before a worker is announced."""
 MAX_PAIRS = 16
 """Workers of the other role that a decode worker warms up with, at most: with hundreds of workers, all pairs would be
 too many handshakes. Any other pair shakes hands at its first request."""
@@ -91,7 +91,7 @@ def worker_instance(
 
 
 def _settings(config: Config, role: Role) -> dict[str, str]:
-    """The model's SLO and, of a decode worker that can prefill remotely, the settings of that choice."""
+    """The model's SLO and, if the worker chooses between local and remote prefill, the settings of that choice."""
     slo = slo_settings(config.slo)
     decode = config.decode if role.includes(Role.DECODE) else None
     if decode is None or not (decode.remote_prefill and decode.conditional_disagg):
@@ -127,7 +127,7 @@ def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterabl
 
 
 def generation(card: ModelCard, others: list[ModelCard]) -> int:
-    """The generation of `others` that are interchangeable with the card, else the next generation."""
+    """The highest generation of `others` that are interchangeable with the card; if none is, the next generation."""
     if alike := [other.generation for other in others if other.is_interchangeable(card)]:
         return max(alike)
     return 1 + max((other.generation for other in others), default=0)

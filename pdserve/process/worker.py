@@ -181,7 +181,7 @@ class EngineWorker(Service):
             except EngineDead:
                 raise
             except Exception as error:
-                why = f"cannot read a step of it: {error_text(error)}"
+                why = f"cannot read its step: {error_text(error)}"
                 raise EngineDead(why, crashed=True) from error
             await self._read_step(step)
 

@@ -35,7 +35,7 @@ class QueueDepth:
 
     def published(self, sequence: int) -> "QueueDepth":
         """Update for a request of this process that was stored; confirmations may come out of order. If requests were
-        waiting, those that others have stored since wait, too."""
+        waiting, those that other processes have stored since count as waiting, too."""
         if sequence <= self.end:
             return self
         if self.pending:

@@ -54,7 +54,7 @@ class Estimates:
         return wait + self.remote_compute + self.handover + self.streams * self.remote_stall
 
     def _weight(self, compute: float) -> float:
-        """Cost of a second that this prompt waits: more than 1 if others arrive, which wait longer, too."""
+        """Cost of a second that this prompt waits: more than 1 if later prompts wait longer, too."""
         return 1 + LATER_PROMPTS * self.rate * compute
 
     @property

@@ -37,7 +37,7 @@ _NO_ANSWER = {
     FULL: "the queue had no room for the prompt",
     LOST: "NATS lost its queue before a worker pulled the prompt",
     ALONE: "no prefill worker was left to pull the prompt",
-    GONE: "{worker} had the prompt and is gone",
+    GONE: "{worker}, which had the prompt, is lost",
     UNREACHABLE: "the KV of {worker} cannot be read",
     UNKNOWN: "the answer came from {worker}, which is not registered",
 }

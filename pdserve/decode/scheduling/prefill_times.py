@@ -185,10 +185,10 @@ class Estimator:
         self._ended = ended if any(request.has_first_step for request in self.requests) else 0.0
 
     def _slowdown(self, now: float) -> float:
-        """Share of its time that a stream loses during remote prefills, because both engines share a core."""
-        alone = self._undisturbed.value
-        beside = decayed(self._disturbed.value, now - self._disturbed.at, alone)
-        return 1 - alone / beside if alone and beside and beside > MIN_SLOWDOWN * alone else 0.0
+        """Share of its time that a stream loses during remote prefills; above 0 if both engines share a core."""
+        normal = self._undisturbed.value
+        slow = decayed(self._disturbed.value, now - self._disturbed.at, normal)
+        return 1 - normal / slow if normal and slow and slow > MIN_SLOWDOWN * normal else 0.0
 
     def _seen(self, worker: str, now: float) -> SeenLoad:
         load, at = self.queue.loads.get(worker, (PrefillLoad(), 0.0))

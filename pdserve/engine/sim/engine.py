@@ -285,8 +285,8 @@ class SimEngine(SimAdapters, Engine):
         budget = self._model.max_batched_tokens
         pulled = [request.pulled for request in self._running if request.prefilling]
         self._with_kv = self._with_kv + 1 if any(pulled) else 0
-        alone = len(self._running) + len(self._waiting) == 1
-        chunk = budget if alone else self._model.chunk(self._chunk, len(pulled), self._with_kv)
+        is_only_one = len(self._running) + len(self._waiting) == 1
+        chunk = budget if is_only_one else self._model.chunk(self._chunk, len(pulled), self._with_kv)
         share: list[tuple[SimRequest, int]] = []
         for request in sorted(self._running, key=lambda request: request.prefilling):
             count = min(len(request.prompt) - request.computed, budget, chunk) if request.prefilling else 1

@@ -74,7 +74,7 @@ class KvServer(Lifetime):
 
     def _answer(self, read: ReadBlocks) -> BlockContents:
         if read.engine_id != self.engine_id:
-            return BlockContents(refused=f"this is {self.engine_id}")
+            return BlockContents(refused=f"{self.engine_id} runs there now")
         held = read.done and self.release(read.request_id)
         return BlockContents(self.contents(read.block_ids), held=held)
 

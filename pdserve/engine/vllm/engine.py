@@ -284,7 +284,7 @@ class VllmEngine(Engine):
         """vLLM checks this only in its frontend; a longer prompt would kill the engine."""
         if prompt_tokens >= self.facts.max_model_len:
             raise ProtocolError(
-                f"a prompt of {prompt_tokens} tokens, of at most {self.facts.max_model_len - 1}"
+                f"a prompt of {prompt_tokens} tokens; the engine takes {self.facts.max_model_len - 1}"
             )
 
     def _output(self, raw: api.EngineCoreOutput) -> Output | None:

@@ -273,7 +273,8 @@ def _deaf_children() -> Iterator[None]:
 
 
 def _descendants() -> set[psutil.Process]:
-    """All but multiprocessing's resource tracker, which cleans up shared memory after the others, and then ends."""
+    """All descendants of this process but multiprocessing's resource tracker, which cleans up shared memory after them,
+    and then ends."""
     tracker = getattr(resource_tracker, "_resource_tracker")._pid  # noqa: B009
     return {child for child in psutil.Process().children(recursive=True) if child.pid != tracker}
 

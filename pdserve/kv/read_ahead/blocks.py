@@ -130,7 +130,7 @@ class ReadAhead:
             self.drop(source, pool)
 
     def make_room(self, blocks: float, pool: Pool) -> None:
-        """Drop everything if a request needs more blocks than are free."""
+        """Drop everything if fewer than `blocks` blocks are free."""
         if self._prompts and blocks > pool.get_num_free_blocks():
             for source in list(self._prompts):
                 self.drop(source, pool)

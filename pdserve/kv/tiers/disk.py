@@ -47,13 +47,13 @@ from pdserve.kv.tiers.host_memory import HostManager, HostWorker
 logger = init_logger(__name__)
 
 READ_THREADS, WRITE_THREADS = 4, 2
-"""A thread of one kind does the work of the other kind when it has none of its own."""
+"""Threads that read blocks, and that write blocks. A thread without work of its kind does the other work."""
 MAX_PENDING_WRITES = 0.5
 """Share of host memory that blocks waiting to be written may hold, because they cannot be evicted meanwhile. Further
 blocks are not written."""
 MAX_WAIT = 10.0
-"""Seconds that a request waits for blocks from the disk. A read that takes longer is late: until it ends, requests do
-not use the disk."""
+"""Most seconds that a request waits for blocks from the disk. A read that takes longer is late: until it ends, requests
+do not use the disk."""
 
 
 @dataclass(eq=False)
