@@ -9,7 +9,7 @@ LORA_ARGUMENTS = (
     "lora-dtype",
     "lora-target-modules",
 )
-"""Engine arguments that change what is computed with the same adapter."""
+"""Engine arguments that change what an engine computes with an adapter."""
 
 
 def adapter_capacity(engine_args: Mapping[str, object]) -> int:

@@ -154,8 +154,8 @@ class Load(Struct, frozen=True):
     token_seconds: float = 0.0
     """expected seconds per token of a new prompt"""
     gap_seconds: float = 0.0
-    """measured seconds between two tokens of a stream, or from the arrival of its KV to its first token; falls while
-    nothing is measured"""
+    """measured seconds of a step without prompts, or from a request's KV to its next token, whichever is longer; each
+    falls while it is not measured"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):

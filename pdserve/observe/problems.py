@@ -20,7 +20,7 @@ RATE_TICKS = 5
 """Ticks over which the rates of refused and failed requests are averaged."""
 SLOW_FACTOR = 4.0
 """A link is slow if its bytes per second are below the median of the other links by this factor, and its seconds per
-request above their median by half this factor. One of these alone may come from unusually short or long prompts."""
+request are above their median by half this factor. Unusually short or long prompts cause only one of the two."""
 MIN_SLOW_PULL = 0.25
 """Least seconds per request of a link that is reported as slow."""
 MAX_IDLE = 60.0

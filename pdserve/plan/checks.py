@@ -168,8 +168,8 @@ def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
 
 
 def _stages(config: Config, worker: PlannedWorker) -> Iterator[str]:
-    """Refuse pipeline stages, which have a part of the layers: vLLM's connector compares the layers of both ranks, so
-    that each handshake fails (vllm#45880: only prefill engines that push KV may have stages)."""
+    """Refuse pipeline stages, because each has only a part of the layers: vLLM's connector compares the layers of the
+    two ranks, and each handshake fails (vllm#45880: only prefill engines that push KV may have stages)."""
     if kv_moves(config) and int(str(worker.config.engine_args.get("pipeline-parallel-size", 1))) > 1:
         yield (
             f"pipeline-parallel-size of {worker.slot.role.value} splits the layers, and KV of a part of the layers "

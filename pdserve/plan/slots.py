@@ -82,8 +82,8 @@ class Selection:
         return (self.roles is None or role in self.roles) and self.index in (None, number)
 
     def port(self, first: int | None, number: int, position: int) -> int:
-        """Return a fixed port: consecutive ports for a whole graph; for a role that runs alone `first` plus its number,
-        which does not depend on the rest of the file. 0: no port is fixed."""
+        """Return the port of a process; 0 if `first` fixes none. A whole graph has consecutive ports. A role that runs
+        alone has `first` plus its number, which does not depend on the rest of the file."""
         return first + (position if self.roles is None else number) if first else 0
 
     def places(self, role: Role, number: int) -> bool:

@@ -23,8 +23,8 @@ class Registry(Lifetime):
     """A process's connection to the registry. Entering takes a lease, leaving revokes it. Entering raises
     RegistryUnavailable if no server answers within a few seconds, unless the registry is `patient`.
 
-    During an outage, `put` and `delete` of leased keys are remembered and applied when the server is back (the last one
-    for a key wins), and watches stay open and silent. After the outage the leased keys exist again, under a new lease
+    During an outage, `put` and `delete` of leased keys are remembered and applied when the server is back (for each key
+    only the latest), and watches stay open and silent. After the outage the leased keys exist again, under a new lease
     if the old one has expired, and every watch yields the differences, deletions included. `connected` shows the
     outage.
 

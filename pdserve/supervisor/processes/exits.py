@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def adopt_orphans() -> None:
     """Make this process the parent of every orphan below it (a subreaper), so that `end_group` can reap them: in a
-    container, process 1 may not do that."""
+    container, process 1 may never do that."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
