@@ -22,7 +22,7 @@ from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
 
 PULL_WAIT = 5.0
-"""Seconds that one pull waits for a prompt."""
+"""Most seconds that one pull waits for a prompt."""
 STEPS_AHEAD = 2
 """Engine steps of prompt tokens to have in the engine, so that it never waits for the next prompt. Other prompts stay
 in the queue, where another worker can pull them."""

@@ -44,7 +44,7 @@ MAX_UNREACHED = 3
 DEATH_NOTICED_WITHIN = 5.0
 """Seconds from the death of an engine to its discovery, at most."""
 MIN_PROMPT_SPEED = 500.0
-"""Prompt tokens per second of the slowest engine, to bound the time of a prompt that crashes the engine at its end."""
+"""Prompt tokens per second of the slowest engine: bounds how long a prompt runs before it crashes the engine."""
 TOLERANCE = 0.2
 """Relative difference between found and planned KV blocks above which a warning is logged."""
 STEPS = 3

@@ -1,9 +1,9 @@
 """Decides when a prefill worker broadcasts its queue state. Pure: callers pass the time.
 
 The decode worker whose request was pulled gets the state with `PrefillStarted`. The others need it only if it
-changes their decisions, so a report is sent `INTERVAL` after a pull, and only if the queue or the worker's backlog is
-then not what they expect. A prompt that is done by then is never reported, so an unloaded graph sends no reports. With
-many active prefill workers, the time is longer (`MAX_RATE`). See docs/decisions/0126-reports-at-a-bounded-rate.md."""
+changes their decisions. So a report is sent `interval` seconds after a pull, and only if the queue or the worker's
+backlog is then not what they expect. A prompt that is done by then is never reported. With many active prefill workers,
+the interval is longer (`MAX_RATE`). See docs/decisions/0126-reports-at-a-bounded-rate.md."""
 
 from msgspec.structs import replace
 

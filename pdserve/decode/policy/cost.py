@@ -22,14 +22,14 @@ class Estimates:
     """Times are in seconds."""
 
     local_wait: float
-    """For prompts that this engine computes first."""
+    """Wait for prompts that this engine computes first."""
     local_compute: float
     streams: int
     """Running streams of this engine."""
     remote_wait: float
     remote_compute: float
     handover: float
-    """From the answer to the next token: KV transfer and a step of this engine."""
+    """From the prefill worker's answer to the next token: KV transfer and a step of this engine."""
     local_stall: float
     """Seconds that each stream loses by a local prefill."""
     rate: float = 0.0
@@ -39,8 +39,8 @@ class Estimates:
     slo_misses: tuple[float, float] | None = None
     """SLO misses to expect from a local and from a remote prefill; None without an SLO."""
     prefix: "PrefixChoice | None" = None
-    """Set if a prefill worker is cheaper than the queue because of its prefix cache. The remote times are then its
-    own."""
+    """Set if a prefill worker is cheaper than the queue because of its prefix cache. Then `remote_wait` and
+    `remote_compute` are this worker's."""
 
     @property
     def local_cost(self) -> float:
@@ -54,7 +54,7 @@ class Estimates:
         return wait + self.remote_compute + self.handover + self.streams * self.remote_stall
 
     def _weight(self, compute: float) -> float:
-        """Cost of a second that this prompt waits: more than 1 if later prompts wait longer, too."""
+        """Cost of a second that this prompt waits: later prompts wait longer, too."""
         return 1 + LATER_PROMPTS * self.rate * compute
 
     @property

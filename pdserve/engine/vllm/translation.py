@@ -45,9 +45,9 @@ class RunningRequest:
     """Tokens that another engine sampled."""
     prefill: bool = False
     samples: bool = False
-    """A prefill whose token is the request's first token."""
+    """Whether it is a prefill whose token is the request's first token."""
     pulls: bool = False
-    """The KV of its prompt is read from another engine."""
+    """Whether the KV of its prompt is read from another engine."""
     adapter: int = 0
     """Id of its LoRA adapter; 0: none."""
     engine_id: str = ""
