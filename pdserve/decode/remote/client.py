@@ -13,7 +13,15 @@ from typing import Any
 
 from pdserve.contract.messages import KvHandle, PrefillDone, PrefillFailed, PrefillRequest, Submit, encode
 from pdserve.decode.peers.links import KvLinks
-from pdserve.decode.peers.prefill_workers import ALONE, GONE, LOST, UNKNOWN, UNREACHABLE, PrefillWorkers
+from pdserve.decode.peers.prefill_workers import (
+    ALONE,
+    GONE,
+    LOST,
+    STALLED,
+    UNKNOWN,
+    UNREACHABLE,
+    PrefillWorkers,
+)
 from pdserve.decode.policy.cost import PrefixChoice
 from pdserve.decode.policy.decision import PrefillTimeout
 from pdserve.decode.remote.publisher import PromptPublisher
@@ -38,6 +46,7 @@ _NO_ANSWER = {
     LOST: "NATS lost its queue before a worker pulled the prompt",
     ALONE: "no prefill worker was left to pull the prompt",
     GONE: "{worker}, which had the prompt, is lost",
+    STALLED: "the engine of {worker} stalled",
     UNREACHABLE: "the KV of {worker} cannot be read",
     UNKNOWN: "the answer came from {worker}, which is not registered",
 }

@@ -78,12 +78,13 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
 
 @pytest.mark.usefixtures("patient", "quick_watch")
 async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts_are_prefilled_locally(
-    graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill
+    graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prompts are prefilled remotely again when the engine works again."""
     prefill.engine.faults.going.clear()
     with failing("stalled"):
         assert (await frontend.ask(LONG)).way == FALLBACK
+    assert "stalled: the engine of prefill-0 stalled (" in caplog.text
     pulling = prefill.worker._prompts.pulling
     assert pulling.stalled
     assert (await frontend.ask(LONG[1:])).way == ALONE
