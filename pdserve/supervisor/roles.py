@@ -17,6 +17,7 @@ from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.processes.alone import SOCKETS_VARIABLE, make_sockets_folder
 from pdserve.supervisor.processes.child import Child, Exit
 from pdserve.supervisor.processes.exits import Guardian
+from pdserve.supervisor.processes.forks import ForkServer
 from pdserve.supervisor.processes.readiness import RegisteredInstances
 from pdserve.supervisor.processes.restarts import (
     LOADING_PATIENCE,
@@ -45,6 +46,7 @@ class SupervisedRole(SupervisedProcess):
     """Roles of which a process has been ready; all processes share this set."""
     on_line: Callable[[str], None]
     drains_within: float
+    fork_server: ForkServer | None = None
     instance: Instance | None = None
     _instance_id: str = ""
     _sockets: str = ""
@@ -81,6 +83,7 @@ class SupervisedRole(SupervisedProcess):
             wave=self.wave,
             # When the supervisor dies, the guardian stops the role in its wave; without one, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
+            fork_server=self.fork_server,
         )
 
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
@@ -110,15 +113,22 @@ class RoleSupervisor:
         guardian: Guardian,
         policy: RestartPolicy,
         patience: float,
+        fork_server: ForkServer | None = None,
     ) -> None:
-        """`patience`: seconds for a role to drain and end."""
+        """`patience`: seconds for a role to drain and end. `fork_server`, if given, starts the roles."""
         ready_roles: set[Role] = set()
         self._instances = instances
         self._patience = patience
         self._loops = [
             RestartLoop(
                 SupervisedRole(
-                    spec, instances, guardian, ready_roles, partial(output.line, spec.name), patience
+                    spec,
+                    instances,
+                    guardian,
+                    ready_roles,
+                    partial(output.line, spec.name),
+                    patience,
+                    fork_server,
                 ),
                 policy,
                 self._on_change,
