@@ -16,8 +16,7 @@ from pdserve.runtime.tasks import forever, isolate_errors
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.processes.alone import SOCKETS_VARIABLE, make_sockets_folder
 from pdserve.supervisor.processes.child import Child, Exit
-from pdserve.supervisor.processes.exits import Guardian
-from pdserve.supervisor.processes.forks import ForkServer
+from pdserve.supervisor.processes.exits import Fork, Guardian
 from pdserve.supervisor.processes.readiness import RegisteredInstances
 from pdserve.supervisor.processes.restarts import (
     LOADING_PATIENCE,
@@ -46,7 +45,7 @@ class SupervisedRole(SupervisedProcess):
     """Roles of which a process has been ready; all processes share this set."""
     on_line: Callable[[str], None]
     drains_within: float
-    fork_server: ForkServer | None = None
+    fork: Fork | None = None
     instance: Instance | None = None
     _instance_id: str = ""
     _sockets: str = ""
@@ -83,7 +82,7 @@ class SupervisedRole(SupervisedProcess):
             wave=self.wave,
             # When the supervisor dies, the guardian stops the role in its wave; without one, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
-            fork_server=self.fork_server,
+            fork=self.fork,
         )
 
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
@@ -113,9 +112,9 @@ class RoleSupervisor:
         guardian: Guardian,
         policy: RestartPolicy,
         patience: float,
-        fork_server: ForkServer | None = None,
+        fork: Fork | None = None,
     ) -> None:
-        """`patience`: seconds for a role to drain and end. `fork_server`, if given, starts the roles."""
+        """`patience`: seconds for a role to drain and end. `fork`, if given, is tried first to start a role."""
         ready_roles: set[Role] = set()
         self._instances = instances
         self._patience = patience
@@ -128,7 +127,7 @@ class RoleSupervisor:
                     ready_roles,
                     partial(output.line, spec.name),
                     patience,
-                    fork_server,
+                    fork,
                 ),
                 policy,
                 self._on_change,

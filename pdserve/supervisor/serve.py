@@ -98,7 +98,9 @@ async def _serve(
         if config.etcd is None:
             tasks.forever(partial(kept.follow, registered.registry), "kept keys")
         specs = [process_spec(slot, config.path, _environment(slot, config, graph)) for slot in slots]
-        roles = RoleSupervisor(specs, registered, output, guardian, policy, patience, forks)
+        roles = RoleSupervisor(
+            specs, registered, output, guardian, policy, patience, forks.fork if forks else None
+        )
         if forks:
             await forks.ready()
         _on_stop_signals(roles.stop)
@@ -115,7 +117,7 @@ async def _serve(
 def _fork_server(
     config: Config, slots: Sequence[Slot], output: ProcessOutput, guardian: Guardian
 ) -> ForkServer | None:
-    """The fork server if several processes import vLLM, and none uses a GPU: nobody has tried it there."""
+    """The fork server if several processes import vLLM, and none uses a GPU, on which it was never tried."""
     frontends = [slot for slot in slots if slot.role is Role.FRONTEND]
     workers = [
         slot for slot in slots if slot not in frontends and worker_config(config, slot).engine == "vllm"

@@ -16,17 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
 from pdserve.process.signals import ENGINE_KILLED
-from pdserve.supervisor.processes.exits import Guardian, end_group, wait_for_exit
+from pdserve.supervisor.processes.exits import Fork, Guardian, end_group, wait_for_exit
 from pdserve.supervisor.processes.guardian import RUN_VARIABLE, members, shared_memory
 from pdserve.util.tied_child import tied_command
-
-if TYPE_CHECKING:
-    from pdserve.supervisor.processes.forks import ForkServer
 
 logger = logging.getLogger(__name__)
 
@@ -104,15 +100,15 @@ class Child:
         parent_death: signal.Signals | None = signal.SIGKILL,
         outlives: bool = False,
         pass_fds: Sequence[int] = (),
-        fork_server: "ForkServer | None" = None,
+        fork: Fork | None = None,
     ) -> None:
         """Start the child; raises OSError. Call it in a running loop and in the main thread, because the kernel sends
         the signal `parent_death` when the thread that started the child ends.
 
         `output` gets each line of stdout and stderr, without its end. `env` is added to this process's environment. The
         guardian stops the child in its `wave` when the supervisor was killed. A child that `outlives` the supervisor
-        inherits the reading end of its own pipe, because a broken pipe ends programs written in Go. `fork_server`
-        starts the child, if it can."""
+        inherits the reading end of its own pipe, because a broken pipe ends programs written in Go. `fork`, if
+        given, is tried first to start the child."""
         self.name = name
         self._guardian = guardian
         self._tail: deque[str] = deque(maxlen=TAIL)
@@ -121,7 +117,7 @@ class Child:
         env = {**os.environ, **(env or {}), **mark}
         out, into = os.pipe()
         try:
-            forked = fork_server.fork(command, env, into, parent_death or 0) if fork_server else None
+            forked = fork(command, env, into, parent_death or 0) if fork else None
             self._process = forked or subprocess.Popen(
                 tied_command(command, parent_death) if parent_death else command,
                 env=env,

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Self
 
 import psutil
@@ -63,6 +63,11 @@ class ForkedProcess:
             pid, status = os.waitpid(self.pid, options)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
+
+
+Fork = Callable[[Sequence[str], Mapping[str, str], int, int], ForkedProcess | None]
+"""Starts a command with an environment, a descriptor for its output and a signal for its parent's death; None: it could
+not."""
 
 
 async def wait_for_exit(process: "subprocess.Popen[bytes] | ForkedProcess") -> int:

@@ -59,7 +59,7 @@ async def serving(
 def role(server: ForkServer, lines: list[str], *words: str, guardian: Guardian | None = None) -> Child:
     command = [sys.executable, "-m", "forked_role", *words]
     env = {"COLOUR": "red", "LONG": "x" * 500}
-    return Child("decode-0", command, lines.append, env=env, guardian=guardian, wave=2, fork_server=server)
+    return Child("decode-0", command, lines.append, env=env, guardian=guardian, wave=2, fork=server.fork)
 
 
 async def test_a_forked_child_is_as_a_started_one_and_shares_the_import() -> None:
@@ -103,7 +103,7 @@ async def test_an_environment_without_room_loses_its_last_variables_in_proc_only
             lines: list[str] = []
             command = [sys.executable, "-m", "forked_role", "wait"]
             env = {"LARGE": "x" * 60_000}
-            child = Child("role", command, lines.append, env=env, guardian=guardian, fork_server=server)
+            child = Child("role", command, lines.append, env=env, guardian=guardian, fork=server.fork)
             await until(lambda: len(lines) == 2)
             assert json.loads(lines[0])["environment"]["LARGE"] == env["LARGE"]
             assert child.pid in groups_of(guardian.run)
@@ -147,7 +147,7 @@ async def main():
     server = ForkServer(["forked_state"], {}, 1000, print)
     await server.ready()
     command = [sys.executable, "-m", "forked_role", "wait"]
-    child = Child("role", command, lambda line: None, parent_death=signal.SIGTERM, fork_server=server)
+    child = Child("role", command, lambda line: None, parent_death=signal.SIGTERM, fork=server.fork)
     print(server.pid, child.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
