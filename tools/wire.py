@@ -40,10 +40,21 @@ MSGPACK = (
     "ToPrefill",
     "PrefillAnswer",
     "QueueState",
+    "PrefillPrefixes",
     "HeldRequests",
 )
 """Messages in msgpack: on streams and in the queue."""
-JSON = ("Instance", "SlotState", "ModelCard", "Watched", "Receipt", "GraphRecord")
+JSON = (
+    "Instance",
+    "SlotState",
+    "ModelCard",
+    "Adapter",
+    "NodeLeader",
+    "NodeFollower",
+    "Watched",
+    "Receipt",
+    "GraphRecord",
+)
 """Records in JSON: in etcd, on pages of processes, and in the state directory."""
 RENAMED = {"Watched": "ProcessReport"}
 """Name of a class in the last release -> in this build. Neither name is ever sent."""
@@ -64,7 +75,8 @@ class Protocol(NamedTuple):
         return {_former(each): each for each in typing.get_args(defined) or (defined,)}
 
     def defined(self, root: str) -> Any:
-        return getattr(self.module, root, None) or getattr(self.module, RENAMED[root])
+        """Return the class or union; None if this version has none."""
+        return getattr(self.module, root, None) or getattr(self.module, RENAMED.get(root, ""), None)
 
     def decoder(self, root: str) -> Callable[[bytes], Any]:
         library = msgspec.json if root in JSON else msgspec.msgpack
@@ -184,13 +196,17 @@ def definitions() -> str:
 
 
 def _records(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the classes, the unions, and constants that are defaults of fields."""
+    inside = [each for node in tree.body if isinstance(node, ast.ClassDef) for each in node.body]
+    values = [each.value for each in inside if isinstance(each, ast.AnnAssign) and each.value]
+    defaults = {value.id for value in values if isinstance(value, ast.Name)}
     for node in tree.body:
         match node:
             case ast.ClassDef(bases=[base, *_]) if ast.unparse(base).rpartition(".")[2] in _RECORDS:
                 fields = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
                 node.body = [*fields] or [ast.Pass()]
                 yield node
-            case ast.Assign(targets=[ast.Name(id=name)]) if name in MSGPACK:
+            case ast.Assign(targets=[ast.Name(id=name)]) if name in MSGPACK or name in defaults:
                 yield node
 
 
