@@ -104,7 +104,7 @@ class DecodeWorker(EngineWorker):
             estimator,
             PromptSlots(lambda: estimator.chunk, usual),
             ChunkLimit(engine, estimator),
-            start=lambda work: self.tasks.create_task(work),
+            start=self.start_task,
         )
 
     # life cycle
@@ -205,7 +205,7 @@ class DecodeWorker(EngineWorker):
             case Hello():
                 await self._hello(frontend, message)
             case GetArchive():
-                self.tasks.create_task(self._archive.send(partial(self._frontends.send, frontend)))
+                self.start_task(self._archive.send(partial(self._frontends.send, frontend)))
             case None:
                 await self._frontends.forget(frontend)
 

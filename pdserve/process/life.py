@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import psutil
 import uvloop
@@ -81,6 +82,14 @@ class Service(ABC):
         if self.draining:
             return "it is draining"
         return self.fault or ("" if self._announced else "it is starting")
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task whose failure ends the service. Raises RuntimeError if the service is ending."""
+        try:
+            self.tasks.create_task(work)
+        except RuntimeError:
+            work.close()  # Python would warn that it was never awaited
+            raise
 
     async def run(self) -> None:
         """Return after `stop` and the drain. Raises EngineDead, after `engine_died`, and other errors of the parts as a

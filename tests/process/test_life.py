@@ -1,6 +1,7 @@
 """The life cycle of a service, and the signals that end it."""
 
 import asyncio
+import inspect
 import logging
 import os
 import signal
@@ -143,8 +144,8 @@ async def test_the_phases_of_a_service_run_in_order() -> None:
 async def test_a_dead_engine_is_reported_while_connections_are_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until the report is done, probes show the
-    fault, and a standalone role sends no heartbeats to its parent process."""
+    """Until the report is done, probes show the fault, a standalone role sends no heartbeats to its parent process, and
+    no task starts."""
     monkeypatch.setattr(life, "BEAT", 0.001)
     dies, beats = asyncio.Event(), list[bytes]()
 
@@ -163,6 +164,9 @@ async def test_a_dead_engine_is_reported_while_connections_are_open(
     beats.clear()
     await asyncio.sleep(0.01)
     assert beats == []
+    with pytest.raises(RuntimeError, match="is finished"):
+        service.start_task(late := asyncio.sleep(0))
+    assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
     service.goes_on.set()
     with pytest.raises(EngineDead, match="it hangs"):
         await asyncio.wait_for(running, 30)
