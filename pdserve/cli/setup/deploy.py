@@ -50,11 +50,16 @@ def _with_paths(text: str, old: str, new: str) -> str:
     return "".join(line.replace(f"{old}/", f"{new}/") if line.startswith("#") else line for line in lines)
 
 
+def examples() -> str:
+    """Return the names of the example graphs, each with the first line of its file."""
+    texts = {path.stem: path.read_text() for path in sorted((FILES / "configs").glob("*.yaml"))}
+    return "\n".join(f"  {name:<8} {text.splitlines()[0][2:]}" for name, text in texts.items())
+
+
 def example(name: str, file: Path) -> str:
     """Return the text of an example graph, with commands for `file`. Raises ConfigError, with all names, for a wrong
     name."""
-    known = {path.stem: path for path in sorted((FILES / "configs").glob("*.yaml"))}
-    if name not in known:
-        heads = (f"  {each:<8} {path.read_text().splitlines()[0][2:]}" for each, path in known.items())
-        raise ConfigError(["\n".join([f"no example is named {name!r}; there are:", *heads])])
-    return known[name].read_text().replace(f"configs/{name}.yaml", str(file))
+    path = FILES / "configs" / f"{name}.yaml"
+    if not path.exists():
+        raise ConfigError([f"no example is named {name!r}; there are:\n{examples()}"])
+    return path.read_text().replace(f"configs/{name}.yaml", str(file))

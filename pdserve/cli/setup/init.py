@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli.setup.deploy import example
+from pdserve.cli.setup.deploy import example, examples
 from pdserve.cli.setup.install import Gpu
 from pdserve.config.load import load
 from pdserve.convert.servers import graph_in, servers_of
@@ -49,6 +49,9 @@ def init(
       pdserve init graph.yaml --example disagg    one of the examples: agg, both, disagg, hosts, local, secure
       pdserve plan -f graph.yaml
     """
+    if named == "list":
+        print(examples())
+        return 0
     if named is not None:
         _write(file, example(named, file))
         print(f"Wrote {file}. Then: {pdserve_command(f'plan -f {file}')}")
