@@ -330,3 +330,18 @@ def test_a_revision_keeps_its_own_yaml() -> None:
             assert volume["configMap"]["name"] == graph["metadata"]["name"]
         names.append(graph["metadata"]["name"])
     assert names[0] != names[1]
+
+
+def test_members_of_etcd_find_each_other_by_the_names_of_their_pods() -> None:
+    rendering = render({"fullnameOverride": "llm", "etcd": {"replicas": 3}})
+    (name,) = (name for name in rendering.of("StatefulSet") if name.endswith("-etcd"))
+    script = rendering.of("ConfigMap")[name]["data"]["member.sh"]
+    assert set(re.findall(r"https://([\w-]+-\d\.[\w-]+):", script)) == {
+        f"{name}-{n}.{name}" for n in range(3)
+    }
+
+
+def test_a_changed_configuration_of_nats_restarts_its_pods() -> None:
+    one, three = (combination(name).of("StatefulSet")["pdserve-nats"] for name in ("demo", "clusters"))
+    annotations = [each["spec"]["template"]["metadata"]["annotations"] for each in (one, three)]
+    assert annotations[0]["pdserve/config"] != annotations[1]["pdserve/config"]

@@ -1,7 +1,7 @@
 # Writes the configuration of this member of etcd. Its data end with its pod: a member whose data are gone is taken out of the
 # cluster and added again, and gets them from the others.
 set -eu
-{{- $name := printf "%s-etcd" .Release.Name }}
+{{- $name := printf "%s-etcd" (include "pdserve.name" .) }}
 {{- $replicas := until (int .Values.etcd.replicas) }}
 certificates=/etc/pdserve/credentials
 data=/data

@@ -48,9 +48,13 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
 {{- define "pdserve.labels" -}}
+{{ include "pdserve.serverLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+{{- end -}}
+{{/* Of the pods of NATS and etcd, without a version: an upgrade of pdserve does not restart them. */}}
+{{- define "pdserve.serverLabels" -}}
 {{ include "pdserve.selector" . }}
 app.kubernetes.io/part-of: {{ include "pdserve.plan.graph" .root }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
