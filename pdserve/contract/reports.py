@@ -41,8 +41,8 @@ MAX_REPORTED_RECEIPTS = 100
 """Newest receipts in a report. Encoding more would delay the frontend's streams."""
 MAX_DETOURS = 30
 """Most older receipts that a report has in addition, because they have a detour."""
-LOST_WORKER_LIFETIME = 600.0
-"""Seconds for which a lost worker is reported."""
+LOST_LIFETIME = 600.0
+"""Seconds for which a lost process is reported."""
 POLL_INTERVAL = 1.0
 """Seconds between two checks of the connections to NATS and etcd."""
 
@@ -166,8 +166,8 @@ class Outage(Struct, frozen=True):
     """how the server ended, or its error; empty: not known"""
 
 
-class LostWorker(Struct, frozen=True):
-    """A worker whose lease ended without a drain, and that no other worker has replaced."""
+class LostProcess(Struct, frozen=True):
+    """A process whose lease ended without a drain, and that no other has replaced."""
 
     id: str
     host: str
@@ -186,7 +186,7 @@ class ProcessReport(Struct, frozen=True):
     receipts: list[Receipt] = []
     """of a frontend, newest first: `MAX_REPORTED_RECEIPTS`, and up to `MAX_DETOURS` older ones with a detour"""
     outages: list[Outage] = []
-    gone: list[LostWorker] = []
+    gone: list[LostProcess] = []
     """of a frontend"""
 
 

@@ -134,7 +134,7 @@ class Frontend(Service):
             self._models.report(),
             self._models.links(),
             outages=self.connections.outages(),
-            gone=self._view.lost_workers(),
+            gone=self._view.lost_processes(),
         )
         return self._plugins.add_to_report(own)
 
@@ -156,6 +156,7 @@ class Frontend(Service):
         logger.info("stopping: running requests may finish")
         self._connections.draining = True
         self._server.should_exit = True
+        await self._presence.drain()  # so that other frontends do not report it as lost
         await self._presence.leave()
         await self._serving
         logger.info("stopped")

@@ -20,7 +20,7 @@ from pdserve.contract.reports import (
     MAX_TICKS,
     TICK,
     LinkState,
-    LostWorker,
+    LostProcess,
     Outage,
     ProcessReport,
     Receipt,
@@ -75,8 +75,8 @@ class GraphState(Struct, frozen=True):
     """The newest first: `MAX_REPORTED_RECEIPTS`, then up to `MAX_DETOURS` older ones with a detour."""
     outages: dict[str, list[Outage]]
     """By id of the instance that reports them, or name of another process that reads the graph's state."""
-    gone: list[LostWorker]
-    """Workers whose lease ended without a drain, the newest loss first."""
+    gone: list[LostProcess]
+    """Processes whose lease ended without a drain, the newest loss first."""
 
 
 def graph_state(
@@ -106,7 +106,7 @@ def graph_state(
     )
 
 
-def _gone(watched: Iterable[ProcessReport], there: Container[str]) -> list[LostWorker]:
+def _gone(watched: Iterable[ProcessReport], there: Container[str]) -> list[LostProcess]:
     by_id = {each.id: each for reported in watched for each in reported.gone if each.id not in there}
     return sorted(by_id.values(), key=lambda each: each.seconds)
 

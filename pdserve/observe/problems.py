@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pdserve.contract.messages import Load
 from pdserve.contract.records import REFUSED, Instance, Role, SlotState
-from pdserve.contract.reports import LinkState, LostWorker, Receipt
+from pdserve.contract.reports import LinkState, LostProcess, Receipt
 from pdserve.observe.graph_state import GraphState, decode_workers, detours, short_names, slot_name, sort_key
 
 RECENT_SECONDS = 30.0
@@ -112,7 +112,7 @@ def nodes(state: GraphState, now: float) -> list[Node]:
 
 def readiness(state: GraphState, processes: Sequence[Node]) -> dict[tuple[str, str], bool]:
     """By slot and host: whether the slot's processes of all models are ready. Draining processes are left out, and lost
-    workers that no other has replaced are not ready. `processes`: the state's `nodes`."""
+    processes that no other has replaced are not ready. `processes`: the state's `nodes`."""
     found = {_place(node): node.state == READY for node in processes if node.state != DRAINING}
     found |= {
         (slot_name(each.id), each.host, each.model): False
@@ -155,8 +155,8 @@ def _place(node: Node) -> tuple[str, str, str]:
     return slot, node.host, node.model
 
 
-def _is_replaced(gone: LostWorker, processes: Iterable[Node]) -> bool:
-    """Whether a process has the slot, host and model of the lost worker. Old versions of pdserve report no model."""
+def _is_replaced(gone: LostProcess, processes: Iterable[Node]) -> bool:
+    """Whether a process has the slot, host and model of the lost process. Old versions of pdserve report no model."""
     slot, host = slot_name(gone.id), gone.host
     models = {place[2] for node in processes if (place := _place(node))[:2] == (slot, host)}
     return bool(models) and (not gone.model or not models.isdisjoint((gone.model, "")))
@@ -193,7 +193,7 @@ def _why_silent(node: Node, etcd_away: bool) -> str:
 
 
 def _processes(
-    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[LostWorker], etcd_away: bool
+    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[LostProcess], etcd_away: bool
 ) -> Iterator[Problem]:
     """`lost`: by slot, the reasons of recent migrations from it. Slots without a process are reported last."""
     left = dict(lost)

@@ -23,7 +23,7 @@ from pdserve.contract.records import (
     decode_leader,
     decode_slot_state,
 )
-from pdserve.contract.reports import LOST_WORKER_LIFETIME, LostWorker
+from pdserve.contract.reports import LOST_LIFETIME, LostProcess
 from pdserve.registry import keys
 from pdserve.registry.base import Change, Registry
 from pdserve.runtime.tasks import Lifetime, TaskOwner
@@ -72,10 +72,10 @@ class RegistryView(Lifetime):
         self._loading = self._records(keys.LOADING, decode_adapter)
         self._claims = self._records(keys.CLAIMS, bytes.decode)
         self.replaced = Counter[tuple[str, Role]]()
-        """by model and role: number of lost workers that another has replaced"""
+        """by model and role: number of lost processes that another has replaced"""
         self._lost: dict[str, tuple[Instance, float, int]] = {}
-        """by id: a worker whose lease ended while it was not draining, the monotonic time of that end, and the number
-        of workers of its model and role before that. The worker counts as replaced when that number is reached again.
+        """by id: a process whose lease ended while it was not draining, the monotonic time of that end, and the number
+        of processes of its model and role before that. It counts as replaced when that number is reached again.
         Ids cannot tell, because a new pod has another id and address"""
         self._cached: dict[tuple[Role | None, str | None], list[Instance]] = {}
         """results of `instances` until the next change"""
@@ -155,13 +155,13 @@ class RegistryView(Lifetime):
     def snapshot(self) -> Snapshot:
         return Snapshot(self.instances(), self.slots(), self.cards(), self.settings())
 
-    def lost_workers(self) -> list[LostWorker]:
-        """Return the recently lost workers that were not replaced."""
+    def lost_processes(self) -> list[LostProcess]:
+        """Return the recently lost processes that were not replaced."""
         now = time.monotonic()
         return [
-            LostWorker(worker.id, worker.host, now - since, worker.model)
-            for worker, since, _ in self._lost.values()
-            if now - since < LOST_WORKER_LIFETIME
+            LostProcess(lost.id, lost.host, now - since, lost.model)
+            for lost, since, _ in self._lost.values()
+            if now - since < LOST_LIFETIME
         ]
 
     async def changes(self, every: float | None = None) -> AsyncIterator[None]:
@@ -200,40 +200,40 @@ class RegistryView(Lifetime):
                 self._changed.notify_all()
 
     def _apply(self, change: Change) -> None:
-        worker = self._instances.get(change.key)
-        if change.value is None and worker:
-            self._record_loss(worker, self._count_workers()[_kind(worker)])
+        instance = self._instances.get(change.key)
+        if change.value is None and instance:
+            self._record_loss(instance, self._count_kinds()[_kind(instance)])
         for records in self._all:
             if change.key.startswith(records.prefix):
                 records.apply(change)
 
-    def _record_loss(self, worker: Instance, before: int) -> None:
-        """Record the end of a lease, unless the worker drained. `before`: number of workers before that end."""
-        if worker.role is not Role.FRONTEND and not worker.draining:
-            self._lost[worker.id] = worker, time.monotonic(), before
+    def _record_loss(self, instance: Instance, before: int) -> None:
+        """Record the end of a lease, unless the process drained. `before`: number of its kind before that end."""
+        if not instance.draining:
+            self._lost[instance.id] = instance, time.monotonic(), before
 
     def _record_missing(self, before: Mapping[str, Instance]) -> None:
-        counts = self._count_workers()
-        for worker in (worker for key, worker in before.items() if key not in self._instances):
-            counts[_kind(worker)] += 1
-            self._record_loss(worker, counts[_kind(worker)])
+        counts = self._count_kinds()
+        for instance in (instance for key, instance in before.items() if key not in self._instances):
+            counts[_kind(instance)] += 1
+            self._record_loss(instance, counts[_kind(instance)])
 
-    def _count_workers(self) -> Counter[tuple[str, Role]]:
+    def _count_kinds(self) -> Counter[tuple[str, Role]]:
         return Counter(map(_kind, self._instances.values()))
 
     def _forget_replaced(self) -> None:
-        counts = self._count_workers()
+        counts = self._count_kinds()
         ids = {instance.id for instance in self._instances.values()}
-        for worker, since, before in list(self._lost.values()):
-            replaced = counts[_kind(worker)] >= before
-            if replaced or time.monotonic() - since > LOST_WORKER_LIFETIME:
-                del self._lost[worker.id]
+        for lost, since, before in list(self._lost.values()):
+            replaced = counts[_kind(lost)] >= before
+            if replaced or time.monotonic() - since > LOST_LIFETIME:
+                del self._lost[lost.id]
                 # not if the id is registered again: only its lease had expired
-                self.replaced[_kind(worker)] += replaced and worker.id not in ids
+                self.replaced[_kind(lost)] += replaced and lost.id not in ids
 
 
-def _kind(worker: Instance) -> tuple[str, Role]:
-    return worker.model, worker.role
+def _kind(instance: Instance) -> tuple[str, Role]:
+    return instance.model, instance.role
 
 
 class _Records(dict[str, T]):

@@ -137,8 +137,9 @@ def _is(command: Sequence[str], name: str) -> bool:
 
 @pytest.mark.timeout(600)
 async def test_roles_alone(tmp_path: Path) -> None:
-    """At the end, the prefill workers, NATS and etcd are killed, and nothing restarts them until their alerts fire."""
-    async with started_without_serve(_file(tmp_path), tmp_path, print, workers=2, frontends=1) as running:
+    """At the end, the prefill workers, a frontend, NATS and etcd are killed, and nothing restarts them until their
+    alerts fire."""
+    async with started_without_serve(_file(tmp_path), tmp_path, print, workers=2) as running:
 
         def send(name: str, number: int) -> None:
             os.killpg(running.group(name), number)
@@ -151,11 +152,14 @@ async def test_roles_alone(tmp_path: Path) -> None:
             status = await asyncio.to_thread(_status, running.graph.config)
             assert status.returncode == 3, status.stderr
             assert any("prefill-0" in each["text"] for each in json.loads(status.stdout)["problems"])
+            send("frontend-1", signal.SIGKILL)
+            await graph.is_degraded("frontend-1 of 127.0.0.1 is gone")
             send("nats", signal.SIGKILL)
             send("etcd", signal.SIGKILL)
             send("prefill-1", signal.SIGKILL)
             await graph.is_degraded("etcd does not answer")
-            await graph.fires(NATS, ETCD, *(f"PdserveWorkerDown: prefill-{number} on" for number in (0, 1)))
+            gone = ("prefill-0", "prefill-1", "frontend-1")
+            await graph.fires(NATS, ETCD, *(f"PdserveWorkerDown: {name} on" for name in gone))
             running.restarts = True
             await graph.fires()
 

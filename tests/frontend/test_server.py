@@ -73,7 +73,7 @@ class FrontendProcess:
 
 @asynccontextmanager
 async def frontend(config: Config) -> AsyncIterator[FrontendProcess]:
-    """Yield a running frontend. On exit, stop it, and check that it deregisters."""
+    """Yield a running frontend. On exit, stop it, and check that it deregisters, and is not reported as lost."""
     assert config.etcd is not None
     async with connect_registry(config.etcd, config.namespace) as registry, RegistryView(registry) as view:
         others = view.instances(Role.FRONTEND)
@@ -90,6 +90,7 @@ async def frontend(config: Config) -> AsyncIterator[FrontendProcess]:
                 process.stop()
                 await asyncio.wait_for(running, 10)
         await until(lambda: view.instances(Role.FRONTEND) == others, 10)
+        assert me.id not in {each.id for each in view.lost_processes()}
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from pdserve.contract.messages import Hop, Load
 from pdserve.contract.records import Instance, Role, SlotState
-from pdserve.contract.reports import LinkState, LostWorker, Outage, ProcessReport, Receipt, Tick
+from pdserve.contract.reports import LinkState, LostProcess, Outage, ProcessReport, Receipt, Tick
 from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.observe.problems import Node, Problem, duration, nodes, problems, readiness
 
@@ -33,7 +33,7 @@ def state(
     silent: tuple[str, ...] = (),
     instances: list[Instance] = ALL,
     outages: dict[str, list[Outage]] | None = None,
-    gone: list[LostWorker] | None = None,
+    gone: list[LostProcess] | None = None,
 ) -> GraphState:
     watched = {
         each.id: ProcessReport(
@@ -129,7 +129,7 @@ TOLD = {
         instances=[FRONTEND, *SENDING],
         slots=[SlotState("none", Role.PREFILL)],
         loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)},
-        gone=[LostWorker("prefill-3-p3", "h3", 40.0), LostWorker("decode-0-d9", "h", 50.0)],
+        gone=[LostProcess("prefill-3-p3", "h3", 40.0), LostProcess("decode-0-d9", "h", 50.0)],
         receipts=[replace(MOVED, hops=[replace(LOST, instance="prefill-3-p3")])],
     ),
     f"bad: decode-0 {SILENT}\n"
@@ -283,7 +283,9 @@ def test_slots_of_two_models_on_a_host_are_distinct() -> None:
 
 
 def test_a_worker_is_gone_beside_one_of_its_name_of_another_model() -> None:
-    told = state(slots=[SlotState("none", Role.PREFILL)], gone=[LostWorker("decode-0-o0", "h", 5.0, "other")])
+    told = state(
+        slots=[SlotState("none", Role.PREFILL)], gone=[LostProcess("decode-0-o0", "h", 5.0, "other")]
+    )
     assert any("decode-0 of h is gone" in problem.text for problem in found(told))
     assert readiness(told, nodes(told, NOW))["decode-0", "h"] is False
 

@@ -37,8 +37,8 @@ async def test_the_view_follows_changes(stage: Stage) -> None:
             await until(lambda: view.instances() == [DECODE] and not view.cards() and not view.settings())
 
 
-async def test_a_lost_worker_is_reported(stage: Stage) -> None:
-    """A drained worker is not reported, nor is a lost one that has returned."""
+async def test_a_lost_process_is_reported(stage: Stage) -> None:
+    """A drained process is not reported, nor is a lost one that has returned."""
     async with stage.registry() as registry, RegistryView(registry) as view:
         for instance in (DECODE, PREFILL, FRONTEND):
             await registry.put(keys.instance(instance), encode_record(instance))
@@ -46,10 +46,10 @@ async def test_a_lost_worker_is_reported(stage: Stage) -> None:
         for instance in (DECODE, PREFILL, FRONTEND):
             await registry.delete(keys.instance(instance))
         await until(lambda: not view.instances())
-        assert [each.id for each in view.lost_workers()] == [DECODE.id]
+        assert [each.id for each in view.lost_processes()] == [DECODE.id, FRONTEND.id]
         await registry.put(keys.instance(DECODE), encode_record(DECODE))
         await until(lambda: bool(view.instances()))
-        assert view.lost_workers() == []
+        assert [each.id for each in view.lost_processes()] == [FRONTEND.id]
 
 
 async def test_a_lost_worker_is_reported_until_another_replaces_it() -> None:
@@ -65,19 +65,19 @@ async def test_a_lost_worker_is_reported_until_another_replaces_it() -> None:
         await put(workers[1])
         async with RegistryView(registry) as view:
             await writer.delete(keys.instance(workers[0]))
-            await until(lambda: bool(view.lost_workers()))
-            assert [(each.id, each.host, each.model) for each in view.lost_workers()] == [
+            await until(lambda: bool(view.lost_processes()))
+            assert [(each.id, each.host, each.model) for each in view.lost_processes()] == [
                 ("decode-0-a", "a", DECODE.model)
             ]
             assert not +view.replaced
             await put(workers[2])
-            await until(lambda: not view.lost_workers())
+            await until(lambda: not view.lost_processes())
             assert view.replaced == {(DECODE.model, Role.DECODE): 1}
             await put(replace(workers[1], draining=True))
             await until(lambda: any(worker.draining for worker in view.instances()))
             await writer.delete(keys.instance(workers[1]))
             await until(lambda: len(view.instances()) == 1)
-            assert view.lost_workers() == []
+            assert view.lost_processes() == []
 
 
 class WatchedAnew(MemoryRegistry):
@@ -117,6 +117,6 @@ async def test_a_restarted_watch_forgets_deleted_keys() -> None:
             for key in records:
                 await writer.delete(key)
             await until(lambda: registry.watches == 2 and not any(seen()))
-            assert [each.id for each in view.lost_workers()] == [DECODE.id], (
+            assert [each.id for each in view.lost_processes()] == [DECODE.id], (
                 "a worker that vanished meanwhile is lost"
             )

@@ -209,8 +209,9 @@ class ServedModels:
                 WORKERS_REPLACED.labels(
                     each.model, each.role
                 )  # start the series at 0: one that starts at 1 shows no increase
-        for kind, more in (self._view.replaced - self._replaced).items():
-            WORKERS_REPLACED.labels(*kind).inc(more)
+        for (model, role), more in (self._view.replaced - self._replaced).items():
+            if role is not Role.FRONTEND:
+                WORKERS_REPLACED.labels(model, role).inc(more)
         self._replaced = self._view.replaced.copy()
         self.show_ready()
 
@@ -218,7 +219,7 @@ class ServedModels:
         """Export which slots' processes are ready. `silent`: ids of processes that do not answer."""
         answers = {each.id: ProcessReport() for each in self._view.instances() if each.id not in silent}
         state = graph_state(
-            *self._view.snapshot(), answers | {"": ProcessReport(gone=self._view.lost_workers())}
+            *self._view.snapshot(), answers | {"": ProcessReport(gone=self._view.lost_processes())}
         )
         before, self._ready = self._ready, readiness(state, nodes(state, 0.0))
         for place in before.keys() - self._ready.keys():
@@ -253,7 +254,7 @@ class ServedModels:
             grace = self._context.request_timeout
             logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
             model.lost_last_worker = name == self._expected or any(
-                each.model == name for each in self._view.lost_workers()
+                each.model == name for each in self._view.lost_processes()
             )
             model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
 

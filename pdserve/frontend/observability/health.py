@@ -72,7 +72,7 @@ def known_problems(context: PluginContext) -> list[str]:
     others = {each.id: lost if each.queue_lost else ProcessReport() for each in view.instances()}
     outages = [replace(outage, address="") for outage in context.outages()]
     links = [replace(link, failure="", round_trip=None) for link in context.models.links()]
-    others[context.id] = ProcessReport(links=links, outages=outages, gone=view.lost_workers())
+    others[context.id] = ProcessReport(links=links, outages=outages, gone=view.lost_processes())
     slots = [replace(slot, cause="", since=0.0) for slot in view.slots()]
     state = graph_state(view.instances(), slots, view.cards(), {}, others)
     return [each.text for each in problems(state, nodes(state, 0.0)) if each.level != "info"]

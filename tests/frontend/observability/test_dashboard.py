@@ -18,7 +18,7 @@ from playwright.async_api import Browser, Page, Request, Route, async_playwright
 from pdserve.config.api_keys import ApiKey
 from pdserve.contract.messages import Hop, Load
 from pdserve.contract.records import Instance, ModelCard, Role, SlotState, encode_record
-from pdserve.contract.reports import LinkState, LostWorker, Outage, ProcessReport, Receipt
+from pdserve.contract.reports import LinkState, LostProcess, Outage, ProcessReport, Receipt
 from pdserve.frontend.keys.auth import Viewer
 from pdserve.frontend.observability.dashboard import page as dashboard
 from pdserve.frontend.observability.dashboard.page import SHELL, Dashboard, shown_to
@@ -211,7 +211,7 @@ async def test_without_a_decode_worker_nothing_is_blank(graph: Graph, browser: B
     lost = replace(lost, prefill="local", reason="local-no-prefill-worker", hops=hops)
     came = Receipt("came", "frontend-0-aa", "/v1/completions", 1.0, 1.0, running=True)
     came = replace(came, hops=[Hop("admission", 0.0, 1.0)])
-    gone = [LostWorker("decode-0-cc", "127.0.0.1", 3.0)]
+    gone = [LostProcess("decode-0-cc", "127.0.0.1", 3.0)]
     reported = ProcessReport(Load(waiting=2), receipts=[came, lost], gone=gone)
     state = graph_state([instance("frontend-0-aa", 1)], [], {}, {}, {"frontend-0-aa": reported})
     async with visiting(browser, graph) as visit:
