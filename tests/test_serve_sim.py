@@ -393,6 +393,17 @@ def test_a_configuration_that_a_role_finds_wrong_ends_the_graph_at_once(serve: S
     assert serve.processes() == []
 
 
+def test_a_model_that_only_the_frontend_refuses_ends_the_graph(serve: Serve) -> None:
+    """Simulated engines take any length; vLLM's app, in the frontend, knows the model's."""
+    text = serve.file.read_text().replace("max-model-len: 4096", "max-model-len: 9999999")
+    port = free_port("127.0.0.1")
+    serve.file.write_text(f"Frontend: {{served_model_name: demo, port: {port}}}\n{text}")
+    assert serve.start().wait(240) == 2
+    assert "refuses the model: demo: vLLM refuses its configuration" in serve.text
+    assert "9999999" in serve.text
+    assert serve.processes() == []
+
+
 def _simulate(serve: Serve, speeds: str) -> None:
     text = serve.file.read_text()
     serve.file.write_text(

@@ -178,9 +178,14 @@ class RoleSupervisor:
             async with asyncio.TaskGroup() as group:
                 reminding = group.create_task(self._remind())
                 await asyncio.gather(*(loop.settled.wait() for loop in self._loops))
-                async for self._missing in missing:
-                    pass
-                reminding.cancel()
+                try:
+                    async for self._missing in missing:
+                        pass
+                except CannotStart as cause:
+                    self._give_up(cause)
+                    return
+                finally:
+                    reminding.cancel()
             roles = [loop.process for loop in self._loops]
             if absent := [role.name for role in roles if not role.instance]:
                 logger.warning("ready, but without %s", ", ".join(absent))
@@ -201,8 +206,11 @@ class RoleSupervisor:
         try:
             await loop.run()
         except CannotStart as cause:
-            self._cause = self._cause or cause
-            self._stop.set()
+            self._give_up(cause)
+
+    def _give_up(self, cause: CannotStart) -> None:
+        self._cause = self._cause or cause
+        self._stop.set()
 
     async def _stop_all(self) -> None:
         """Stop the ready roles in waves, and at the same time the others, which have no requests to drain. Ready roles

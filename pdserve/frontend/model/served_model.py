@@ -32,6 +32,8 @@ class ServedModel:
         self.processor: Processor | None = None
         self.problem = ""
         """why there is no processor; empty while one is built"""
+        self.refused = False
+        """the problem is its configuration, so that building again would not help"""
         self.settled = asyncio.Event()
         """set once there is a processor or a problem, or the model is retired"""
         self.retired = asyncio.Event()

@@ -159,6 +159,11 @@ class ServedModels:
             return model.problem or "its tokenizer and configuration are being loaded"
         return "" if model.usable_workers else "no decode worker is connected"
 
+    def refuses(self) -> bool:
+        """Whether this frontend refuses the configuration of its own model."""
+        model = self._models.get(self._expected)
+        return model is not None and model.refused
+
     def usable_workers(self) -> dict[str, int]:
         """By model: number of workers that accept requests now."""
         return {name: model.usable_workers for name, model in sorted(self._models.items())}
@@ -313,7 +318,7 @@ class ServedModels:
                 try:
                     await self._serve_once(model)
                 except (ConfigError, Unavailable) as error:
-                    model.problem = str(error)
+                    model.problem, model.refused = str(error), isinstance(error, ConfigError)
                 except Exception as error:
                     reraise_fatal(error)
                     logger.exception("%s: building its processor failed", name)
@@ -338,7 +343,7 @@ class ServedModels:
             processor: Processor = await stack.enter_async_context(serving)
             processor.core.on_capacity = model.admission.advance
             try:
-                model.processor, model.problem = processor, ""
+                model.processor, model.problem, model.refused = processor, "", False
                 processor.adapters.refresh = partial(self._update_model, model)
                 model.settled.set()
                 self._update_model(model)

@@ -51,6 +51,8 @@ class HealthPages(Plugin):
         health |= {"workers": self._models.usable_workers(), "frontend": self._own}
         if missing:
             health["missing"] = missing
+        if self._models.refuses():
+            health["refused"] = True  # `serve` ends
         if degraded:
             health["degraded"] = degraded
         if wrong:

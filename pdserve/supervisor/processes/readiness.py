@@ -11,6 +11,8 @@ from pdserve.contract.records import Instance, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
+from pdserve.supervisor.processes.child import CONFIG_ERROR
+from pdserve.supervisor.processes.restarts import CannotStart
 from pdserve.util.errors import RegistryUnavailable, error_text
 
 logger = logging.getLogger(__name__)
@@ -85,28 +87,31 @@ class RegisteredInstances:
 
 async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
     """Yield what frontends report as missing, until `processes` different frontends have reported that they are ready.
-    They share one port, so that each check reaches a random one."""
+    They share one port, so that each check reaches a random one. Raises CannotStart if a frontend refuses the model's
+    configuration."""
     ready: set[str] = set()
     # they run on this machine: no proxy, and their certificate may be for other names
     async with httpx.AsyncClient(
         headers={"connection": "close"}, timeout=5, trust_env=False, verify=False
     ) as client:
         while len(ready) < processes:
-            id, missing = await _ask(client, url)
+            id, missing, refused = await _ask(client, url)
+            if refused:
+                raise CannotStart(f"{id} refuses the model: {missing}", CONFIG_ERROR)
             if missing or id in ready:
                 yield missing or f"{len(ready)} of {processes} frontends have answered"
                 await asyncio.sleep(FRONTEND_CHECK_INTERVAL if missing else KNOWN_FRONTEND_DELAY)
             ready = set() if missing else ready | {id}
 
 
-async def _ask(client: httpx.AsyncClient, url: str) -> tuple[str, str]:
-    """The id of the frontend that responds, and what it reports as missing."""
+async def _ask(client: httpx.AsyncClient, url: str) -> tuple[str, str, bool]:
+    """The id of the frontend that responds, what it reports as missing, and whether it refuses the model."""
     try:
         response = await client.get(f"{url}/health")
     except httpx.HTTPError as error:
-        return "", error_text(error)
+        return "", error_text(error), False
     try:
         health = response.json()
-        return str(health["frontend"]), str(health.get("missing", ""))
+        return str(health["frontend"]), str(health.get("missing", "")), bool(health.get("refused"))
     except (ValueError, LookupError, TypeError, AttributeError):
-        return "", f"HTTP {response.status_code}"
+        return "", f"HTTP {response.status_code}", False

@@ -9,6 +9,7 @@ from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor.processes import readiness
 from pdserve.supervisor.processes.readiness import RegisteredInstances
+from pdserve.supervisor.processes.restarts import CannotStart
 from tests.conditions import holds, until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
@@ -78,13 +79,27 @@ async def test_all_frontends_of_the_port_must_be_ready(monkeypatch: pytest.Monke
         [("a", ""), ("a", ""), ("b", "no worker"), ("a", ""), ("", "refused"), ("b", ""), ("a", "")]
     )
 
-    async def ask(*_: object) -> tuple[str, str]:
-        return next(answers)
+    async def ask(*_: object) -> tuple[str, str, bool]:
+        return *next(answers), False
 
     monkeypatch.setattr(readiness, "_ask", ask)
     monkeypatch.setattr(readiness, "FRONTEND_CHECK_INTERVAL", 0.0)
     missing = [what async for what in readiness.until_frontends_ready("", 2)]
     assert missing == ["1 of 2 frontends have answered", "no worker", "refused"]
+
+
+async def test_a_frontend_that_refuses_the_model_ends_the_start() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 No\r\nconnection: close\r\n\r\n")
+        writer.write(b'{"frontend": "frontend-0-ab", "missing": "demo: too long", "refused": true}')
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(30):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(CannotStart, match=r"^frontend-0-ab refuses the model: demo: too long$") as raised:
+            await anext(readiness.until_frontends_ready(url, 1))
+    assert raised.value.exit_code == 2
 
 
 async def test_frontends_are_checked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
