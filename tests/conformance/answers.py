@@ -22,8 +22,9 @@ _GROWS = {
 }  # fmt: skip
 """Keys whose values are split arbitrarily over events, or that only an output's first chunk has."""
 MIDDLE = "in the middle"
-"""Key in `events_of` for each output's chunks between its first and its last."""
+"""Key in `events_of` for each output's chunks without role and finish."""
 CLOSE = 0.002
+"""Most by which two logprobs may differ and still count as equal."""
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
 
@@ -121,7 +122,7 @@ def events_of(text: str) -> dict[str, Any]:
 
 
 def _is_middle(choices: list[Any] | None) -> bool:
-    """Whether a chunk has no role and no finish, and would be missing if its tokens came with the last ones."""
+    """Whether a chunk has no role and no finish. It is absent if its tokens came in another chunk."""
     return bool(choices) and "role" not in choices[0].get("delta", {}) and choices[0]["finish_reason"] is None  # type: ignore[index]
 
 
@@ -135,7 +136,7 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
     for key, part in value.items():
         where = f"{path}.{key}"
         if key == "sequence_number" or (partial and key in _GROWS and part is None):
-            continue  # null or absent in a chat's chunk, depending on which steps came together
+            continue  # null or absent in a chunk, depending on which steps came together
         if not _collect(key, part, where, said, partial):
             common[key] = _without_growth(part, where, said, partial)
         elif key == "usage" or (key in _GROWS and not partial):
@@ -145,7 +146,7 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
 
 def _collect(key: str, part: Any, where: str, said: dict[str, Any], partial: bool) -> bool:
     """Add a part that grows over the stream to `said`. Return False if it does not grow."""
-    if partial and key == "usage" and part:  # the usage so far: the last one stays
+    if partial and key == "usage" and part:  # usage so far: keep that of the last chunk
         said[where] = part
     elif partial and key == "tool_calls" and part:
         for call in part:

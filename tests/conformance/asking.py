@@ -49,11 +49,11 @@ def whole(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def _uncached(path: str, name: str) -> Body:
-    """A cache salt for `/v1/responses`, because its cached tokens would otherwise depend on earlier requests."""
+    """A cache salt for `/v1/responses`, whose count of cached tokens would otherwise depend on earlier requests."""
     return {"cache_salt": f"{name} {next(_serial)}"} if path == RESPONSES else {}
 
 
 def refused(path: str, variants: Mapping[str, Body]) -> Iterator[Request]:
-    """Yield each variant once, with a short prompt and not streamed, because most are refused."""
+    """Yield each variant once, with a short prompt, because most are refused."""
     for name, fields in variants.items():
         yield Request(f"{path} {name}", path, body(path, **fields))

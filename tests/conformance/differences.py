@@ -21,5 +21,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "lists and objects of a body": ("body.error.message", "body.error.param"),
     "an adapter that does not fit the model": ("body.error.message",),
 }
-"""Parts of the response that a difference changes; all other parts must be equal."""
+"""Parts of the response that a difference changes; all other parts must be equal. A difference that is not a key here
+may change all parts (`EVERYWHERE`)."""
 EVERYWHERE = ("status", "headers", "body")

@@ -1,4 +1,4 @@
-"""Unique prompts, so that no prefix cache has them."""
+"""A short prompt, and long ones that are unique for a seed, so that no prefix cache has them."""
 
 import hashlib
 

@@ -48,14 +48,13 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer timeouts, because on a busy machine one process does many TLS handshakes slowly."""
+    """A longer connect timeout, because TLS handshakes are slow on a busy machine."""
     monkeypatch.setattr(tcp, "CONNECT_TIMEOUT", 60.0)
 
 
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send heartbeats every 0.25 s, so that tests can use a silence timeout of 1 s on a machine where processes
-    stall."""
+    """Send heartbeats every 0.25 s, so that a silence timeout of 1 s is long enough on a busy machine."""
     monkeypatch.setattr(framing, "HEARTBEAT_INTERVAL", 0.25)
 
 

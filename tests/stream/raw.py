@@ -29,7 +29,7 @@ class Raw:
         assert await self.reader.readexactly(4 + len(GREETING)) == frame(GREETING)
 
     def stop_reading(self) -> None:
-        """Stop reading, like a hung process."""
+        """Stop reading, like a stopped process."""
         self.writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     async def closed(self, within: float = 20.0) -> bool:
@@ -44,7 +44,7 @@ class Raw:
 
 @asynccontextmanager
 async def raw(address: str, context: ssl.SSLContext | None = None) -> AsyncIterator[Raw]:
-    """Connect in plain text, whatever the server speaks, or with asyncio's own TLS."""
+    """Connect with this TLS context or, without one, in plain text, whatever the server expects."""
     host, _, port = address.partition("://")[2].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
     try:
@@ -58,9 +58,9 @@ class Relay:
     address: str
     """of the relay"""
     cut: asyncio.Event
-    """once set, nothing passes, and neither side notices"""
+    """when set, no bytes pass any more, and the connections stay open"""
     change: Callable[[bytes], bytes] = bytes
-    """applied to each chunk"""
+    """applied to the bytes of each read"""
 
 
 @asynccontextmanager

@@ -36,7 +36,7 @@ def tar_of(**files: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_everything_but_the_weights_arrives(folder: Path, tmp_path: Path) -> None:
+def test_all_files_but_weights_and_hidden_folders_arrive(folder: Path, tmp_path: Path) -> None:
     there = unpack(pack_model(folder), tmp_path / "there")
     names = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
     assert names == ["config.json", "templates/tool.jinja", "tokenizer.json"]
@@ -68,8 +68,8 @@ def test_the_same_files_give_the_same_archive(folder: Path) -> None:
     ids=[
         "no tar",
         "empty",
-        "path outside",
-        "broken off",
+        "a path outside the folder",
+        "cut",
     ],  # ids from the bytes would differ between processes
 )
 def test_bad_archives_leave_nothing(tmp_path: Path, data: bytes) -> None:

@@ -53,7 +53,7 @@ async def test_a_message_over_the_bound_is_refused_before_it_is_sent(wire: Wire)
 @pytest.mark.parametrize(
     "nowhere", ["", "garbage", "tcp://", "tcp://h", "tcp://h:x", "tcp://h:99999", "http://h:1"]
 )
-async def test_a_missing_peer_counts_as_gone(wire: Wire, nowhere: str) -> None:
+async def test_a_missing_peer_raises_peer_gone(wire: Wire, nowhere: str) -> None:
     async with wire.server() as server:
         address = server.address
         with pytest.raises(PeerGone):

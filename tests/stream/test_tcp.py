@@ -24,7 +24,7 @@ from tests.tcp import tcp_server
 from tests.test_malformed import GARBAGE
 
 TLS = pytest.mark.parametrize("wire", ["tls"], indirect=True)
-"""Runs a test with TLS alone, because it takes seconds and does not depend on TLS."""
+"""Runs a test once, with TLS, instead of with and without, because it takes seconds and does not depend on TLS."""
 
 
 # networks
@@ -57,9 +57,9 @@ def _flipped(chunk: bytes, at: int) -> bytes:
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "a bit of the length": lambda chunk: _flipped(chunk, 1),
     "a bit of the body": lambda chunk: _flipped(chunk, len(chunk) // 2),
-    "a bit of a sum": lambda chunk: _flipped(chunk, len(chunk) - 1),
-    "twice": lambda chunk: chunk * 2,
-    "never": lambda chunk: b"",
+    "a bit of the checksum": lambda chunk: _flipped(chunk, len(chunk) - 1),
+    "sent twice": lambda chunk: chunk * 2,
+    "lost": lambda chunk: b"",
 }
 
 
@@ -82,12 +82,12 @@ async def test_a_damaged_frame_is_not_read(wire: Wire, damage: str) -> None:
         way.change = bytes
         with suppress(PeerGone):
             await client.send(Cancel(["third"]))
-        if damage == "twice" and wire.credentials is None:
+        if damage == "sent twice" and wire.credentials is None:
             assert await anext(received) == ("f", Cancel(["second"])), "read once"
         assert await anext(received) == ("f", None)
 
 
-async def test_a_worker_of_the_last_release_gets_no_checksums() -> None:
+async def test_a_worker_of_the_previous_release_gets_no_checksums() -> None:
     """Such a worker reads ` crc32` in the greeting as a part of the frontend's name, and answers without it."""
     said = frame(GREETING) + frame(encode(WorkerLoad(Load())))
     async with _saying(Wire(None), said) as address, TcpStreamClient(address, "f") as client:
@@ -131,7 +131,7 @@ async def test_neither_idling_nor_a_stall_of_the_process_ends_a_connection(wire:
 async def test_a_frontend_that_stops_reading_is_waited_for_and_then_disconnected(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With many senders at once, unsent bytes stay within the bound."""
+    """With many senders at once, unsent bytes stay below twice the bound."""
     monkeypatch.setattr(framing, "MAX_UNSENT", 100_000)
     async with wire.server() as server, wire.raw(server.address) as slow:
         await slow.greet("f")

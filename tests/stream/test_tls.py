@@ -153,8 +153,8 @@ async def test_damaged_bytes_end_a_tls_connection(credentials: Credentials) -> N
             await anext(client.received())
 
 
-async def test_a_frontend_that_ends_tls_is_gone(credentials: Credentials) -> None:
-    """This holds even if it leaves the TCP connection open."""
+async def test_a_frontend_that_ends_tls_is_disconnected(credentials: Credentials) -> None:
+    """Here it leaves the TCP connection open."""
     context = credentials.client_context()
     received, unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(received, unsent)

@@ -36,7 +36,9 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thinking]:
     for name in ("graph", "vllm"):
         (folder / name).mkdir()
     with ExitStack() as stack:
-        with ThreadPoolExecutor(1) as pool:  # for vLLM; a graph would end with the pool's thread
+        with ThreadPoolExecutor(
+            1
+        ) as pool:  # only for vLLM, because a graph would end with the thread that started it
             starting = pool.submit(stack.enter_context, one_vllm(folder / "vllm", model, arguments, ALLOWED))
             graph = stack.enter_context(serving(yaml, folder / "graph", ALLOWED))
             vllm = starting.result()

@@ -47,26 +47,26 @@ def requests(blue: str, wide: str) -> list[Request]:
         chat("logprobs", RED, logprobs=True, top_logprobs=2),
         *(Request(f"{path} {model}", path, body(path) | {"model": model})
           for path in (COMPLETIONS, RESPONSES, MESSAGES) for model in (BLUE, "green")),
-        chat("unknown", "green"),
+        chat("an unknown adapter", "green"),
         *(Request(f"{path} {name}", path, content=content) for path in (LOAD, UNLOAD)
           for name, content in {"no JSON": b"x", "empty": b"{}", "list": b"[]"}.items()),
         *(Request(f"{path} by GET", path, method="GET", differs="unknown paths and methods")
           for path in (LOAD, UNLOAD)),
-        change("no path", LOAD, lora_name="x"),
-        change("an empty path", LOAD, lora_name="x", lora_path=""),
-        change("no name", LOAD, lora_path="/x"),
-        change("a number", LOAD, lora_name=1, lora_path="/x"),
-        change("no folder", LOAD, lora_name="x", lora_path="/no/folder"),
-        change("the model's name", LOAD, lora_name="demo", lora_path=blue),
-        change("there already", LOAD, lora_name=BLUE, lora_path=blue),
-        change("not there", UNLOAD, lora_name="green"),
-        change("unloaded", UNLOAD, lora_name=BLUE),
-        change("unloaded twice", UNLOAD, lora_name=BLUE),
-        chat("not there any more", BLUE),
-        change("of another model", LOAD, "an adapter that does not fit the model", lora_name="wide", lora_path=wide),
-        chat("of another model, asked", "wide"),
-        change("loaded again", LOAD, lora_name=BLUE, lora_path=blue),
-        chat("loaded again, asked", BLUE),
+        change("load without a path", LOAD, lora_name="x"),
+        change("load an empty path", LOAD, lora_name="x", lora_path=""),
+        change("load without a name", LOAD, lora_path="/x"),
+        change("load with a number as name", LOAD, lora_name=1, lora_path="/x"),
+        change("load no folder", LOAD, lora_name="x", lora_path="/no/folder"),
+        change("load by the model's name", LOAD, lora_name="demo", lora_path=blue),
+        change("load twice", LOAD, lora_name=BLUE, lora_path=blue),
+        change("unload an unknown adapter", UNLOAD, lora_name="green"),
+        change("unload", UNLOAD, lora_name=BLUE),
+        change("unload twice", UNLOAD, lora_name=BLUE),
+        chat("the unloaded adapter", BLUE),
+        change("load a wider one", LOAD, "an adapter that does not fit the model", lora_name="wide", lora_path=wide),
+        chat("the wider adapter", "wide"),
+        change("load again", LOAD, lora_name=BLUE, lora_path=blue),
+        chat("the adapter that was loaded again", BLUE),
     ]  # fmt: skip
 
 
@@ -94,7 +94,9 @@ async def test_tokens_of_each_adapter_equal_those_of_one_server(thinking: Thinki
     """Each model gets the same prompts, all at once, then once more with prefix hits."""
     async with Reference(thinking.pair.theirs).client() as client:
         theirs = [await tokens_of(client, case, model=model, cache_salt=model) for model, case in JOBS]
-    assert len({tuple(tokens) for tokens in theirs}) == len(JOBS), "each adapter gives other tokens"
+    assert len({tuple(tokens) for tokens in theirs}) == len(JOBS), (
+        "all models and prompts have different tokens"
+    )
     for stream in (False, True):
         asked = [Exchange(case.body(model=model, stream=stream)) for model, case in JOBS]
         await asyncio.gather(*(LoadClient(thinking.graph.url).ask(each, 300) for each in asked))

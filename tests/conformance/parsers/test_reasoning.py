@@ -27,9 +27,9 @@ IN_CHAT: dict[str, Body] = {
     "thoughts not shown": {"include_reasoning": False},
     "no thoughts": NOT_THINKING,
     "a budget": {"thinking_token_budget": 5},
-    "no budget": {"thinking_token_budget": 0},
+    "a budget of 0": {"thinking_token_budget": 0},
     "effort": {"reasoning_effort": "low"},
-    "no effort": {"reasoning_effort": "none"},
+    "effort none": {"reasoning_effort": "none"},
     "then JSON": {"response_format": schema(FORECAST)},
     "then a regex": {"structured_outputs": {"regex": "[a-c]{4}"}},
     "turns": {"messages": OLD},
@@ -44,7 +44,7 @@ STOPPED: Body = {"stop": ["remember"]}
 IN_RESPONSES: dict[str, Body] = {
     "thoughts": {},
     "effort": {"reasoning": {"effort": "low"}},
-    "no effort": {"reasoning": {"effort": "none"}},
+    "effort none": {"reasoning": {"effort": "none"}},
     "a summary": {"reasoning": {"summary": "auto"}},
     "then JSON": {
         "text": {"format": {"type": "json_schema", "name": "f", "schema": FORECAST, "strict": True}}
@@ -65,10 +65,10 @@ IN_MESSAGES: dict[str, Body] = {
     },
 }  # fmt: skip
 REFUSED: dict[str, Body] = {
-    "a budget below none": {"thinking_token_budget": -2},
+    "a budget of -2": {"thinking_token_budget": -2},
     "a budget in words": {"thinking_token_budget": "some"},
     "a large priority": {"priority": 10**20},
-    "half a priority": {"priority": 1.5},
+    "a fractional priority": {"priority": 1.5},
 }
 REQUESTS = [
     *table(CHAT, IN_CHAT, HELLO),
@@ -93,7 +93,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 
 
 def test_thoughts_and_answer_are_apart(pair: Pair) -> None:
-    """Both servers agree, and the response is what was requested."""
+    """Both servers put the same text into the reasoning and into the content."""
     ours = pair.same(Request("whole", CHAT, body(CHAT, HELLO)))
     (choice,) = ours.body["choices"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == (THOUGHTS, ANSWER)

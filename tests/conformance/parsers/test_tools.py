@@ -85,7 +85,7 @@ IN_CHAT: dict[str, Body] = {
     "null": {"tools": TOOLS, "tool_choice": None, **NOT_THINKING},
     "results": {"messages": TURNS, "tools": TOOLS, **NOT_THINKING},
     "results, after thoughts": {"messages": TURNS, "tools": TOOLS},
-    "results, other tools gone": {"messages": TURNS},
+    "results, without tools": {"messages": TURNS},
 }  # fmt: skip
 CUT_IN_CHAT: dict[str, Body] = {
     "required": {"tools": TOOLS, "tool_choice": "required", **NOT_THINKING},
@@ -136,7 +136,7 @@ REFUSED: dict[str, Body] = {
     "an unknown name": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nothing"}}},
     "no name": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
     "an unknown type": {"tools": [{"type": "thing", "function": FUNCTIONS[0]}]},
-    "a schema of nothing": {
+    "a schema of an unknown type": {
         "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "nothing"}}}],
         "tool_choice": "required",
         **NOT_THINKING,
@@ -184,7 +184,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 
 
 def test_calls_are_found(pair: Pair) -> None:
-    """Both servers agree, and the response is what was requested."""
+    """Both servers find both calls."""
     answer = pair.same(Request("two calls", CHAT, body(CHAT, HELLO, **written(TWO)))).body
     (choice,) = answer["choices"]
     names = [made["function"]["name"] for made in choice["message"]["tool_calls"]]
@@ -194,5 +194,5 @@ def test_calls_are_found(pair: Pair) -> None:
 
 def test_responses_equal_vllms_after_a_remote_prefill(pair: Pair) -> None:
     for name, fields in (("thoughts", {"tools": TOOLS}), ("a call", written(TWO))):
-        ours = pair.same(Request(f"{name} alone", CHAT, body(CHAT, long(f"{name} alone"), **fields)))
+        ours = pair.same(Request(f"{name}, remote", CHAT, body(CHAT, long(f"{name}, remote"), **fields)))
         pair.remote(ours)

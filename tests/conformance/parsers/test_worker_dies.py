@@ -36,7 +36,7 @@ KINDS: dict[str, Body] = {
 
 
 def test_streams_equal_vllms_when_the_worker_dies(thinking: Thinking) -> None:
-    """The only decode worker dies and the prefill worker stands in. Requests with stateful sampling are replayed;
+    """The only decode worker dies and the prefill worker stands in. Requests with grammars or penalties are replayed;
     reasoning continues."""
     graph = thinking.graph
     requests = [body(CHAT, HELLO, stream=True, **fields) for fields in KINDS.values()]

@@ -10,7 +10,7 @@ FIRST = {"token_ids": [1], "prompt_token_ids": [7, 8]}
 NEXT = {"token_ids": [2], "prompt_token_ids": None}
 ODD = {"token_ids": [2], "prompt_token_ids": [9]}
 LAST = {"token_ids": [3]}
-LATE = {"token_ids": [2, 3]}
+JOINED = {"token_ids": [2, 3]}
 ALL = {"token_ids": [1, 2, 3], "prompt_token_ids": [7, 8]}
 
 
@@ -25,15 +25,15 @@ def stream(*chunks: dict[str, object]) -> object:
     ("ours", "theirs", "same"),
     [
         ((FIRST, NEXT, LAST), (FIRST, NEXT, LAST), True),
-        ((FIRST, LATE), (FIRST, NEXT, LAST), True),
-        ((FIRST, NEXT, LAST), (FIRST, LATE), True),
+        ((FIRST, JOINED), (FIRST, NEXT, LAST), True),
+        ((FIRST, NEXT, LAST), (FIRST, JOINED), True),
         ((ALL,), (FIRST, NEXT, LAST), True),
         ((FIRST, ODD, LAST), (FIRST, NEXT, LAST), False),
         ((NEXT, FIRST, LAST), (FIRST, NEXT, LAST), False),
-        ((FIRST, NEXT, LAST), (FIRST, NEXT, LATE), False),
+        ((FIRST, NEXT, LAST), (FIRST, NEXT, JOINED), False),
     ],
 )
-def test_the_grouping_of_tokens_makes_no_difference(
+def test_only_the_grouping_of_tokens_makes_no_difference(
     ours: tuple[dict[str, object], ...], theirs: tuple[dict[str, object], ...], same: bool
 ) -> None:
     assert (not list(differences(stream(*ours), stream(*theirs)))) is same
@@ -58,7 +58,7 @@ WHOLE = (ROLE, TEXT, END, USAGE, "[DONE]")
         ((ROLE, END, TEXT, USAGE, "[DONE]"), False),
     ],
 )
-def test_events_are_not_repeated_and_nothing_follows_the_finish(
+def test_repeated_events_and_text_after_the_finish_are_differences(
     events: tuple[object, ...], same: bool
 ) -> None:
     ours, theirs = (

@@ -42,7 +42,7 @@ OF_CHAT: dict[str, Body] = {
     "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 5},
     "both bounds": {"max_tokens": 3, "max_completion_tokens": 5},
     "no spaces between": {"spaces_between_special_tokens": False},
-    "no special tokens": {"add_special_tokens": True},
+    "special tokens": {"add_special_tokens": True},
     "template arguments": {"chat_template_kwargs": {"enable_thinking": False}},
     "documents": {"documents": [{"title": "a", "text": "b"}]},
     "no generation prompt": {"add_generation_prompt": False},

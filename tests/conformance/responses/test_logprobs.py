@@ -24,7 +24,7 @@ IN_CHAT: dict[str, Body] = {
     "one token": top(2, max_tokens=1),
 }
 IN_COMPLETIONS: dict[str, Body] = {
-    "no logprobs": {"logprobs": 0},
+    "logprobs 0": {"logprobs": 0},
     "several prompts": {"prompt": [SHORT, long("several"), "The"], "n": 2, "logprobs": 1},
     "several prompts as ids": {"prompt": [ids("a", 20), ids("b")], "logprobs": 2},
 }
@@ -33,17 +33,17 @@ OF_PROMPTS: dict[str, Body] = {
     "prompt_logprobs and logprobs": {"prompt_logprobs": 0, "logprobs": 1, "max_tokens": 3},
     "prompt_logprobs, n": {"prompt_logprobs": 1, "n": 2, "max_tokens": 2},
     "echo and logprobs": {"echo": True, "logprobs": 2, "max_tokens": 3},
-    "echo and nothing more": {"echo": True, "logprobs": 1, "max_tokens": 0},
+    "echo and logprobs, no token": {"echo": True, "logprobs": 1, "max_tokens": 0},
 }
 CHAT_PROMPTS = {"prompt_logprobs": {"prompt_logprobs": 1, "max_tokens": 3}}
 REFUSED_IN_CHAT: dict[str, Body] = {
-    "top, and no logprobs": {"logprobs": False, "top_logprobs": 2},
-    "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
+    "top_logprobs without logprobs": {"logprobs": False, "top_logprobs": 2},
+    "prompt_logprobs, streamed": {"prompt_logprobs": 1, "stream": True},
 }
 REFUSED_IN_COMPLETIONS: dict[str, Body] = {
-    "true": {"logprobs": True},
-    "of the prompt, all": {"prompt_logprobs": -1},
-    "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
+    "logprobs true": {"logprobs": True},
+    "prompt_logprobs of all tokens": {"prompt_logprobs": -1},
+    "prompt_logprobs, streamed": {"prompt_logprobs": 1, "stream": True},
     "echo, streamed": {"echo": True, "logprobs": 1, "stream": True},
 }
 USAGE: dict[str, Any] = {
@@ -82,12 +82,12 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 def test_responses_equal_vllms_after_a_remote_prefill(pair: Pair, path: str) -> None:
     """The first token's logprobs come from the prefill worker, all others from the decode worker."""
     asked = top(3) if path == CHAT else {"logprobs": 3}
-    ours = pair.same(Request(f"{path} alone", path, body(path, long(f"test_logprobs {path}"), **asked)))
+    ours = pair.same(Request(f"{path}, remote", path, body(path, long(f"test_logprobs {path}"), **asked)))
     pair.remote(ours)
 
 
 def test_logprobs_of_chosen_token_ids(pair: Pair) -> None:
-    """Sent alone, because vLLM 0.32 in a batch returns the logprob of a wrong token, minus infinity."""
+    """Sent one by one, because in a batch vLLM 0.32 returns the logprob of a wrong token (minus infinity)."""
     fields: Body = {"logprobs": True, "logprob_token_ids": [300, 301], "max_tokens": 4}
     for name, asked in (("whole", fields), ("streamed", {**fields, "stream": True})):
         pair.same(Request(name, CHAT, body(CHAT, **asked)))

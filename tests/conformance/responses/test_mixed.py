@@ -1,4 +1,4 @@
-"""Requests with several random options (the same ones each time), prefilled locally and remotely."""
+"""Requests with several random options (the same ones in each run), prefilled locally and remotely."""
 
 import random
 from typing import Any

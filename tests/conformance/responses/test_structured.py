@@ -60,15 +60,15 @@ BAD: dict[str, Any] = {
     "a bad regex": {"regex": "("},
     "a lookahead": {"regex": "(?=a)b"},
     "no choices": {"choice": []},
-    "numbers to choose from": {"choice": [1, 2]},
-    "a schema of nothing": {"json": {"type": "nothing"}},
+    "choices that are numbers": {"choice": [1, 2]},
+    "a schema of an unknown type": {"json": {"type": "nothing"}},
     "a schema that is cut": {"json": "{"},
     "a number for a schema": {"json": 3},
     "a reference to nothing": {"json": {"$ref": "#/$defs/x"}},
-    "a multiple": {"json": {"type": "integer", "multipleOf": 3}},
+    "multipleOf": {"json": {"type": "integer", "multipleOf": 3}},
     "a bad pattern": {"json": {"type": "string", "pattern": "("}},
     "a bad grammar": {"grammar": "root ::= ("},
-    "no grammar": {"grammar": ""},
+    "an empty grammar": {"grammar": ""},
     "two kinds": {"regex": "a", "choice": ["b"]},
     "no kind": {},
     "an unknown kind": {"something": 1},
@@ -76,13 +76,13 @@ BAD: dict[str, Any] = {
 }
 BAD_OUTPUTS = {name: {"structured_outputs": asked} for name, asked in BAD.items()}
 BAD_FORMATS: dict[str, Body] = {
-    "a format of nothing": {"response_format": schema({"type": "nothing"})},
+    "a format of an unknown type": {"response_format": schema({"type": "nothing"})},
     "a number for a format's schema": {"response_format": schema(3)},
     "a number for a format": {"response_format": 3},
     "a format and a regex": {"response_format": schema(FORECAST), "structured_outputs": {"regex": "a"}},
 }
 BAD_TEXT: dict[str, Body] = {
-    "a format of nothing": {
+    "a format of an unknown type": {
         "text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "nothing"}}}
     },
 }
@@ -103,7 +103,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_OUTPUTS)
-def test_a_refused_stream_gets_vllms_error_without_stream(pair: Pair, name: str) -> None:
+def test_a_refused_stream_gets_the_error_of_the_same_request_without_stream(pair: Pair, name: str) -> None:
     whole, stream = (
         Request(name, CHAT, body(CHAT, **BAD_OUTPUTS[name], stream=stream)) for stream in (False, True)
     )
@@ -123,7 +123,7 @@ def test_a_refused_stream_gets_vllms_error_without_stream(pair: Pair, name: str)
 )
 def test_responses_equal_vllms_after_a_remote_prefill(pair: Pair, path: str, asked: Body) -> None:
     prompt = long(f"test_structured {path}")
-    pair.remote(pair.same(Request(f"{path} alone", path, body(path, prompt, **asked))))
+    pair.remote(pair.same(Request(f"{path}, remote", path, body(path, prompt, **asked))))
 
 
 NO_SPACES = {"200": -100, "201": -100, "223": -100}

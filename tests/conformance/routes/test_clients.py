@@ -45,7 +45,7 @@ def streamed(events: list[Any]) -> list[Any]:
 
 
 def said(event: Any) -> str:
-    """The text of a part of a stream."""
+    """The text of an event of a stream."""
     parts = [getattr(choice, "delta", choice) for choice in getattr(event, "choices", ())]
     parts.append(getattr(event, "delta", None))
     return "".join(getattr(part, "content", None) or getattr(part, "text", None) or "" for part in parts)
@@ -78,14 +78,14 @@ OPENAI: Mapping[str, Use] = {
     "chat, streamed": call(
         f"{CHATS}.create", messages=HELLO, max_tokens=12, stream=True, stream_options={"include_usage": True}
     ),
-    "chat, helped": helped(f"{CHATS}.stream", "get_final_completion", messages=HELLO, max_tokens=12),
+    "chat, stream helper": helped(f"{CHATS}.stream", "get_final_completion", messages=HELLO, max_tokens=12),
     "chat, parsed": call(
         f"{CHATS}.parse", messages=HELLO, max_tokens=64, response_format=Code, temperature=0
     ),
     "chat, cut": call(f"{CHATS}.parse", messages=HELLO, max_tokens=1, response_format=Code),
     "completion": call("completions.create", prompt=[SHORT, "The"], max_tokens=8, echo=True),
     "response": call("responses.create", **ANSWERS),
-    "response, helped": helped("responses.stream", "get_final_response", **ANSWERS),
+    "response, stream helper": helped("responses.stream", "get_final_response", **ANSWERS),
     "response, parsed": call(
         "responses.parse", **ANSWERS | {"max_output_tokens": 64}, text_format=Code, temperature=0
     ),
@@ -96,7 +96,7 @@ OPENAI: Mapping[str, Use] = {
 ANTHROPIC: Mapping[str, Use] = {
     "message": call("messages.create", messages=HELLO, max_tokens=8, system="Be short."),
     "message, streamed": call("messages.create", messages=LONG, max_tokens=8, stream=True),
-    "message, helped": helped("messages.stream", "get_final_message", messages=HELLO, max_tokens=8),
+    "message, stream helper": helped("messages.stream", "get_final_message", messages=HELLO, max_tokens=8),
     "wrong model": call("messages.create", model="no-such-model", messages=HELLO, max_tokens=8),
     "stream refused": call("messages.create", messages=HELLO, max_tokens=5000, stream=True),
 }

@@ -24,7 +24,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/generative_scoring": {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [300, 301]},
 }
 FORMS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize")
-"""Some routes are enough, because all read bodies alike."""
+"""Routes that get unreadable bodies. These four are enough, because all routes read bodies alike."""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 DEEP = b'{"model": "demo", "messages": ' + b"[" * 900 + b"]" * 900 + b"}"
 RAW: dict[str, bytes] = {
@@ -57,7 +57,7 @@ def lacking(path: str) -> Request:
 
 
 def with_text(path: str, name: str, content: str) -> Request:
-    """A body with text that Python's `json` cannot write."""
+    """A body that ends with this raw text of JSON, for example a key that occurs twice."""
     body = json.dumps(GOOD[path])[:-1] + f", {content}}}"
     return raw(path, name, body.encode())
 
@@ -219,13 +219,13 @@ REQUESTS = [
       for path, body in GOOD.items()),
     *(raw(path, "as a form", b"model=demo", headers={"content-type": "application/x-www-form-urlencoded"})
       for path in FORMS),
-    *(raw(path, f"as {kind}", json.dumps(GOOD[path]).encode(), headers={"content-type": kind})
+    *(raw(path, f"as {kind or 'no type'}", json.dumps(GOOD[path]).encode(), headers={"content-type": kind})
       for path in FORMS for kind in ("", "application/json; charset=utf-8")),
     *(raw(path, "as UTF-16", json.dumps(GOOD[path]).encode("utf-16")) for path in FORMS),
-    *(raw(path, "with a mark", b"\xef\xbb\xbf" + json.dumps(GOOD[path]).encode()) for path in FORMS),
+    *(raw(path, "with a byte order mark", b"\xef\xbb\xbf" + json.dumps(GOOD[path]).encode()) for path in FORMS),
     *(with_text(path, name, text) for path in FORMS for name, text in {
-        "NaN": '"temperature": NaN', "infinity": '"temperature": -Infinity', "same key twice": '"model": "other"',
-        "same key twice, known": '"model": "demo"', "surrogate": '"user": "\\ud800"', "huge": '"seed": 1e999',
+        "NaN": '"temperature": NaN', "infinity": '"temperature": -Infinity', "a second model": '"model": "other"',
+        "the same model twice": '"model": "demo"', "surrogate": '"user": "\\ud800"', "huge": '"seed": 1e999',
         "nul": '"user": "\\u0000"'}.items()),
     *(with_text(path, "surrogate in the prompt", text) for path, text in {
         "/v1/completions": '"prompt": "a\\ud800b"', "/tokenize": '"prompt": "a\\ud800b"',
@@ -239,7 +239,7 @@ REQUESTS = [
             '`background` with `store: "false"`, as text', background=True, store="false"),
     *(changed(path, f"KV transfer {fields}", "`kv_transfer_params`, `ec_transfer_params`, `kv_hints`", **fields)
       for path in GENERATING for fields in ({"kv_transfer_params": {"a": 1}},)),
-    *(Request(f"{path} structured outputs of text", path, GOOD[path] | {"structured_outputs": "x"},
+    *(Request(f"{path} structured outputs that are text", path, GOOD[path] | {"structured_outputs": "x"},
               headers={"connection": "close"}, differs="`structured_outputs` that is no object")
       for path in ("/v1/chat/completions", "/v1/completions")),
     *(changed(path, "schema without finite text", ENDLESS, structured_outputs={"json": {"$ref": "#"}})

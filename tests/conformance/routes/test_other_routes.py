@@ -1,5 +1,5 @@
-"""Responses and stream events of `/v1/responses` without a store, `/v1/messages` with `count_tokens`, `/tokenize`,
-`/detokenize` and `/generative_scoring`."""
+"""Responses and stream events of `/v1/responses`, `/v1/messages` and its `count_tokens`, `/tokenize`, `/detokenize` and
+`/generative_scoring`."""
 
 from typing import Any
 
@@ -97,13 +97,17 @@ TOKENIZE: dict[str, Body] = {
         "continue_final_message": True,
         "add_generation_prompt": False,
     },
-    "chat, arguments": {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}},
+    "chat, template arguments": {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}},
     "unknown field": {"prompt": SHORT, "no_such_field": 1},
 }
-DETOKENIZE: dict[str, list[int]] = {"few": [60, 61, 62], "none": [], "many": list(range(20, 600))}
+DETOKENIZE: dict[str, list[int]] = {
+    "few tokens": [60, 61, 62],
+    "no tokens": [],
+    "many tokens": list(range(20, 600)),
+}
 SCORING: dict[str, Body] = {
     "texts": {"query": "Is it red? ", "items": ["a red box", "a blue box"], "label_token_ids": [300, 301]},
-    "softmax": {"query": "Is it red? ", "items": ["a"], "label_token_ids": [300, 301], "apply_softmax": False},
+    "no softmax": {"query": "Is it red? ", "items": ["a"], "label_token_ids": [300, 301], "apply_softmax": False},
     "item first": {"query": "Is it?", "items": ["a", "b"], "label_token_ids": [300, 301], "item_first": True},
     "ids": {"query": [60, 61], "items": [[62], [63, 64]], "label_token_ids": [300, 301]},
     "one label": {"query": "a", "items": ["b"], "label_token_ids": [300]},
@@ -131,7 +135,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 
 
 def test_tokens_that_were_cached_are_counted(pair: Pair) -> None:
-    """The same prompt again, and a longer one. Prefix hits count with local and with remote prefill."""
+    """The same prompt twice, then a longer one. Prefix hits count with local and with remote prefill."""
     prompts = (long("cached"), long("cached"), f"{long('cached')} {SHORT}")
     usages = [pair.same(response("cached", input=prompt)).body["usage"] for prompt in prompts]
     counts = [usage["input_tokens_details"]["cached_tokens"] for usage in usages]
