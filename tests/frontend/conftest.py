@@ -75,7 +75,7 @@ def card(name: str = "demo", **changes: object) -> ModelCard:
 
 
 class Graph:
-    """A frontend in this process, on a real port, with echoing decode workers."""
+    """A frontend in this process, on a real port, with decode workers without engines (`EchoWorker`)."""
 
     def __init__(self, id: str = "frontend-0-test", registry: MemoryServer | None = None) -> None:
         """`registry`: shared with the first frontend, for a second frontend of the same graph."""
@@ -143,8 +143,8 @@ class Graph:
         role: Role = Role.DECODE,
         **options: Any,
     ) -> AsyncIterator[EchoWorker]:
-        """Yield a registered worker, `connected` to the frontend or not. On exit, kill it and end its lease. `options`:
-        fields of EchoWorker; with `archive`, the worker's model is on another host."""
+        """Yield a registered worker. If `connected`, first wait until the frontend has connected. On exit, kill it and
+        end its lease. `options`: fields of EchoWorker; with `archive`, the worker's model is on another host."""
         self._count += 1
         worker = EchoWorker(f"{role.value}-0-{self._count:04}", model, role=role, **options)
         served = card(model, fingerprint=worker.loaded, generation=generation)

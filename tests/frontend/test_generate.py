@@ -1,4 +1,4 @@
-"""Every generating route with an echo worker, whole and streamed."""
+"""The generating routes with an `EchoWorker`, whole and streamed."""
 
 import json
 from collections.abc import Callable, Mapping

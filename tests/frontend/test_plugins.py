@@ -115,7 +115,7 @@ class Kept(Plugin):
         self.records.append(record)
 
 
-async def test_each_request_has_one_record(graph: Graph) -> None:
+async def test_each_request_to_a_model_has_one_record(graph: Graph) -> None:
     kept = Kept(graph.context)
     app = FrontendApp(graph.models, ApiKeys([ApiKey.of("secret")]), Plugins(graph.context, [kept]), 20.0)
     async with graph.worker(), client(app) as http:

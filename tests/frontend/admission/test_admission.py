@@ -26,7 +26,7 @@ class Model:
         self.order: list[str] = []
         """clients of the sequences that began, in order"""
         self.paused: list[SequencePermit] = []
-        """in order; stays empty unless `pauses`"""
+        """in the order in which they paused; stays empty unless `pauses`"""
         self.pauses = pauses
         self.estimate = RequestEstimate()
         self.control = AdmissionControl(limits, self.capacity, lambda: self.estimate)
@@ -40,7 +40,7 @@ class Model:
         return self.control.enter(client, size, time.monotonic() + left, is_flex=is_flex)
 
     def take(self, *admissions: Admission) -> None:
-        """Request a permit for each sequence of these requests, as the engine core does."""
+        """Request a permit for each sequence of these requests, as `RemoteCore` does."""
         for admission in admissions:
             for _ in range(admission.size.sequences):
                 self.sequence(admission)
@@ -111,7 +111,7 @@ def full(slots: int = 1, limits: AdmissionLimits = LIMITS) -> Model:
     return model
 
 
-def paced(limits: AdmissionLimits, seconds: float) -> Model:
+def with_known_rate(limits: AdmissionLimits, seconds: float) -> Model:
     """Return a full model that has admitted 100 tokens every `seconds` for some time."""
     model = full(1, limits)
     rate = model.control._rate
@@ -125,7 +125,9 @@ def paced(limits: AdmissionLimits, seconds: float) -> Model:
 
 def test_requests_are_admitted_while_slots_and_kv_tokens_are_free() -> None:
     model = Model(2)
-    assert [model.ask("a").waiting for _ in range(3)] == [False, False, True], "counted before they begin"
+    assert [model.ask("a").waiting for _ in range(3)] == [False, False, True], (
+        "admitted requests count before they begin"
+    )
     model = Model(8)
     model.tokens = 150.0  # a request needs 100: the second one may begin with the other 50
     assert [model.ask("a").waiting for _ in range(3)] == [False, False, True]
@@ -216,7 +218,7 @@ def test_a_client_with_its_share_of_the_slots_gets_no_more_while_others_wait() -
 
 
 def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_when_to_retry() -> None:
-    model = paced(AdmissionLimits(max_wait=11.0), seconds=2.0)
+    model = with_known_rate(AdmissionLimits(max_wait=11.0), seconds=2.0)
     for _ in range(6):
         model.ask("a")
     assert model.refuses("a") == pytest.approx(12.0 - 11.0, abs=0.6)
@@ -264,7 +266,7 @@ async def test_a_full_queue_drops_the_newest_request_of_the_largest_client(limit
     model.refuses("single")
 
 
-def test_one_request_may_exceed_the_token_bound_and_not_the_bound_of_outputs() -> None:
+def test_one_request_may_exceed_the_bound_of_tokens_but_not_the_bound_of_outputs() -> None:
     model = Model(0, AdmissionLimits(max_waiting_tokens=50, max_waiting=8))
     assert model.ask("a").waiting
     with pytest.raises(BadRequest, match="129 outputs") as caught:
@@ -379,6 +381,7 @@ def test_the_sequences_of_one_large_request_pause_too() -> None:
 def test_a_client_gets_slots_until_no_other_has_more_than_twice_as_many(
     slots: int, asked: int, expected: int
 ) -> None:
+    """A client keeps its only slot (the last case)."""
     model = greedy(slots)
     model.streams("honest", asked)
     for _ in range(50):  # clients do not preempt each other for ever
@@ -441,6 +444,7 @@ def test_an_unread_sequence_that_is_paused_may_end() -> None:
 
 
 def test_some_slots_are_kept_for_sequences_that_can_pause() -> None:
+    """A client that runs nothing gets one of them for a sequence that cannot pause, too."""
     model = Model(16, pauses=True)
     model.streams("greedy", 40, can_pause=False)
     assert len(model.running) == 12
@@ -462,7 +466,7 @@ def test_sequences_pause_for_another_frontends_requests() -> None:
     has_slot = {permit: number < 6 for number, permit in enumerate(permits)}
     model.control.yield_slots(3, has_slot)
     assert clients(model) == "gggmm"
-    assert model.paused == [permits[5], permits[4], permits[3]], "the last two have no slot in the engine"
+    assert model.paused == [permits[5], permits[4], permits[3]], "permits 6 and 7 have no slot in the engine"
     model.slots = 8
     model.control.advance()
     assert clients(model) == "ggggggmm"

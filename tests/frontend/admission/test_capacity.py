@@ -28,11 +28,11 @@ def decode_worker(*, at_once: int = 8, kv: int = 1000) -> Instance:
         (decode_worker(at_once=0), Requests(), 1, Capacity(256, 256, 1000)),
         (decode_worker(kv=0), Requests(1, 10**9), 1, Capacity(8, 7, float("inf"))),
         (Instance("a", Role.DECODE, draining=True), Requests(), 1, Capacity()),
-        # one more for each request in remote prefill, up to a quarter of the slots
+        # one more for each request in remote prefill, up to a quarter of the slots (at least one)
         (decode_worker(), Requests(8, load=Load(waiting=1, remote=1)), 1, Capacity(8, 1, 1000)),
         (decode_worker(), Requests(8, load=Load(waiting=8, remote=8)), 1, Capacity(8, 2, 1000)),
         (decode_worker(at_once=1), Requests(1, load=Load(waiting=1, remote=1)), 1, Capacity(1, 1, 1000)),
-        # the sum of tokens is used up, yet shared prefixes may leave space: one request at a time
+        # the sum of tokens exceeds the cache, but shared prefixes may leave space: one more if all have begun
         (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 1)),
         (decode_worker(), Requests(4, 1100, starting=True, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 0)),
         (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.95)), 1, Capacity(8, 4, 0)),

@@ -40,7 +40,7 @@ def test_flex_requests_that_cannot_pause_leave_room_for_other_requests() -> None
     assert not model.ask("a").waiting
 
 
-def test_flex_requests_preempt_no_others_and_share_the_free_slots() -> None:
+def test_flex_requests_preempt_no_ordinary_ones_and_share_the_free_slots() -> None:
     model = Model(4, pauses=True)
     permits = model.streams("greedy", 4)
     permits[0].admission.set_unread(True)
@@ -63,7 +63,7 @@ def test_only_flex_requests_pause_for_requests_that_wait_at_a_worker(can_pause: 
 @pytest.mark.parametrize(
     ("slots", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 2), (16, 0, 4), (8, 5, 1), (8, 6, 0)]
 )
-def test_flex_sequences_that_cannot_pause_get_a_quarter_of_the_slots_and_leave_one_free(
+def test_flex_sequences_that_cannot_pause_get_a_quarter_of_the_slots_and_leave_a_quarter_free(
     slots: int, ordinary: int, run: int
 ) -> None:
     model = Model(slots, pauses=True)
@@ -75,7 +75,7 @@ def test_flex_sequences_that_cannot_pause_get_a_quarter_of_the_slots_and_leave_o
     assert len(model.running) == slots
 
 
-def test_an_admitted_flex_request_waits_for_others_before_it_begins() -> None:
+def test_an_admitted_flex_request_waits_for_ordinary_ones_before_it_begins() -> None:
     model = Model(1, pauses=True)
     flex = model.ask("batch", is_flex=True)
     other = model.ask("a")
@@ -86,7 +86,7 @@ def test_an_admitted_flex_request_waits_for_others_before_it_begins() -> None:
     assert clients(model) == "a"
 
 
-def test_flex_requests_count_neither_in_others_wait_nor_in_the_queue() -> None:
+def test_flex_requests_count_neither_in_the_wait_of_ordinary_ones_nor_in_their_queue() -> None:
     model = full()
     model.estimate.record(0, ttft=10.0, decode_seconds=0.0)
     for _ in range(10):

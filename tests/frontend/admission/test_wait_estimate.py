@@ -32,7 +32,9 @@ def test_the_rate_is_unknown_at_first() -> None:
     assert rate.seconds(0, 10.0) == 0
     assert rate.seconds(100, 10.0) is None
     rate.admitted(50, 10.5)
-    assert rate.seconds(100, 10.5) is None  # perhaps the first request did not wait
+    assert (
+        rate.seconds(100, 10.5) is None
+    )  # the first admission tells no rate: the request may not have waited
 
 
 def test_the_rate_is_tokens_per_second_while_requests_wait() -> None:
@@ -103,5 +105,7 @@ def test_turns_take_as_long_as_running_requests(
     ("late", "now", "expected"),
     [(991.0, 25.0, 25.0), (20.0, 25.0, 20.0), (991.0, None, 991.0), (991.0, 0.0, 1.0), (0.2, 0.1, 1.0)],
 )
-def test_a_refused_request_is_told_the_shorter_time(late: float, now: float | None, expected: float) -> None:
+def test_retry_after_is_the_shorter_time_and_at_least_a_second(
+    late: float, now: float | None, expected: float
+) -> None:
     assert retry_after(late, now) == expected

@@ -1,4 +1,4 @@
-"""Batches, as OpenAI's client sees them, with an echoing decode worker."""
+"""Batches, as OpenAI's client sees them, with a decode worker without an engine (`EchoWorker`)."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ class Served:
     def __init__(self, graph: Graph, folder: Path, keys: list[ApiKey]) -> None:
         self.drains = False
         self.faults: dict[str, Exception | ASGIApp] = {}
-        """by custom_id: what happens in place of the line's request"""
+        """by custom_id: the response or exception in place of the line's request"""
         self.statuses = Counter[int]()
         """how many responses to lines had each status"""
         config = FrontendConfig(batches=folder)

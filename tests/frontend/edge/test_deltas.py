@@ -249,7 +249,7 @@ async def test_the_bytes_are_equal_with_a_tool_parser(graph: Graph, written: Cou
 
 
 @in_session
-async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
+async def test_an_output_that_cannot_be_processed_fails_only_its_request(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests before and after the failed one in the step go on. A request that met a stop string is cancelled at the

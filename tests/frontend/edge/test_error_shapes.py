@@ -91,5 +91,5 @@ async def test_an_error_has_the_shape_of_its_route(
 def test_an_error_of_vllms_app_has_the_type_of_its_status(
     path: str, status: int, body: bytes, expected: bytes | None
 ) -> None:
-    """`expected` None: the body stays unchanged."""
+    """`expected` None: the body stays unchanged. `status` 0: the body is an event of a stream."""
     assert with_one_shape(f"/v1/{path}", body, status) == (expected or body)

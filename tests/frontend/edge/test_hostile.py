@@ -90,7 +90,7 @@ _OF_REQUESTS = re.compile("RequestResponseCycle|_disconnected|run.<locals>|Serve
 
 
 HEADS = {
-    "fields": (GET + b"a: b\r\n" * MAX_FIELDS + b"\r\n", 431),
+    "too many fields": (GET + b"a: b\r\n" * MAX_FIELDS + b"\r\n", 431),
     "large field": (GET + b"a: " + b"b" * MAX_HEAD + b"\r\n\r\n", 431),
     "large name": (GET + b"a" * MAX_HEAD + b": b\r\n\r\n", 431),
     "endless field": (GET + b"a: " + b"b" * (4 * MAX_HEAD + (1 << 19)), 431),
@@ -110,7 +110,7 @@ HEADS = {
     "HTTP/9.9": (b"GET / HTTP/9.9\r\nhost: x\r\n\r\n", 400),
     "CONNECT": (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "OPTIONS *": (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", 401),
-    "absolute": (b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 401),
+    "absolute target": (b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 401),
     "empty authority": (b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "made-up method": (b"BREW / HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "lower case": (b"get / http/1.1\r\nhost: x\r\n\r\n", 400),
@@ -125,25 +125,26 @@ HEADS = {
 }
 SMUGGLED = {
     "both lengths": b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    "both, the other way": b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+    "both lengths, chunked first": b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
     "two lengths": b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello",
     "a list of lengths": b"content-length: 5, 5\r\n\r\nhello",
-    "minus": b"content-length: -5\r\n\r\nhello",
-    "plus": b"content-length: +5\r\n\r\nhello",
-    "hex": b"content-length: 0x5\r\n\r\nhello",
-    "too large": b"content-length: 99999999999999999999999\r\n\r\nhello",
-    "not chunked": b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
-    "chunked, then more": b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
-    "no size": b"transfer-encoding: chunked\r\n\r\nzzz\r\n\r\n",
-    "minus size": b"transfer-encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n",
-    "size too large": b"transfer-encoding: chunked\r\n\r\nfffffffffffffffffffff\r\nhello\r\n0\r\n\r\n",
-    "longer than its size": b"transfer-encoding: chunked\r\n\r\n1\r\nhello\r\n0\r\n\r\n",
+    "negative length": b"content-length: -5\r\n\r\nhello",
+    "length with a plus": b"content-length: +5\r\n\r\nhello",
+    "length in hex": b"content-length: 0x5\r\n\r\nhello",
+    "length too large": b"content-length: 99999999999999999999999\r\n\r\nhello",
+    "unknown coding": b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "another coding after chunked": b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "chunk without a size": b"transfer-encoding: chunked\r\n\r\nzzz\r\n\r\n",
+    "negative chunk size": b"transfer-encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n",
+    "chunk size too large": b"transfer-encoding: chunked\r\n\r\nfffffffffffffffffffff\r\nhello\r\n0\r\n\r\n",
+    "chunk longer than its size": b"transfer-encoding: chunked\r\n\r\n1\r\nhello\r\n0\r\n\r\n",
 }
 
 
-async def test_heads_that_are_wrong_or_too_large_are_refused(
+async def test_odd_heads_are_refused_if_wrong_or_too_large(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
+    """A 401 means that the server has accepted the head: the request only lacks a key."""
     async with guarded(graph, either) as server:
         found = await asyncio.gather(*(server.statuses(said, answers=1) for said, _ in HEADS.values()))
     assert dict(zip(HEADS, found, strict=True)) == {name: [status] for name, (_, status) in HEADS.items()}

@@ -30,7 +30,7 @@ HEAD = (
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
 
-_ALONE = (
+_WITHOUT_SERVE = (
     "import os, sys\n"
     "from pdserve.frontend.edge.sockets import bind\n"
     "if os.fork(): sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
@@ -40,11 +40,11 @@ _ALONE = (
 )
 
 
-def test_roles_started_alone_share_a_port_if_one_process_started_them() -> None:
+def test_roles_started_without_serve_share_a_port_if_one_process_started_them() -> None:
     """Systemd needs this to start a frontend's successor. To another process, an error names the two holders."""
     holders, pids, port = [], list[str](), "0"
     for _ in range(2):
-        command = [sys.executable, "-c", _ALONE, port]
+        command = [sys.executable, "-c", _WITHOUT_SERVE, port]
         holders.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         assert holders[-1].stdout is not None
         port, pid = holders[-1].stdout.readline().split()
@@ -77,7 +77,7 @@ async def silent(scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 @in_session
-async def test_many_connections_are_accepted_in_one_turn_of_the_event_loop() -> None:
+async def test_many_connections_are_accepted_in_each_turn_of_the_event_loop() -> None:
     """A busy loop's turns are long, and uvloop itself accepts only one connection in each."""
 
     connections, count, turns = ClientConnections(30.0, 30.0), 100, 0
@@ -152,7 +152,7 @@ async def test_unread_streams_pause_and_continue(graph: Graph, either: ServerCer
             await asyncio.to_thread(read, other)
         assert decode.cancelled
         for sock in unread[1:]:
-            sock.close()  # over TLS without close_notify
+            sock.close()  # over TLS: without close_notify
         assert b'"completion_tokens":1500' in await asyncio.to_thread(read, unread[0])
         admission = graph.models.find("demo").admission
         await until(lambda: not admission.queue.running)
@@ -221,7 +221,7 @@ async def test_an_unfinished_head_ends_the_connection(graph: Graph, either: Serv
         writer.write(begin)
         dribble = asyncio.create_task(_dribble(writer)) if begin.startswith(b"GET") else None
         answer = await reader.readline()
-        with suppress(ConnectionError):  # a byte may have come after the end
+        with suppress(ConnectionError):  # the server may reset the connection: a byte came after it closed
             await reader.read()
         if dribble is not None:
             dribble.cancel()

@@ -33,7 +33,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": NO_SCHEMA}}},
     "logit_bias": {"logit_bias": {"999999": 1}},
     "allowed_token_ids": {"allowed_token_ids": [10**9]},
-    "no allowed_token_ids": {"allowed_token_ids": []},
+    "empty allowed_token_ids": {"allowed_token_ids": []},
     "stop_token_ids": {"stop_token_ids": [-1]},
     "thinking_token_budget": {"thinking_token_budget": 5},
 }

@@ -88,7 +88,7 @@ async def test_a_client_without_close_notify_is_dropped(graph: Graph, certificat
 
 
 @in_session
-async def test_a_connection_whose_check_fails_is_dropped_alone(certificate: ServerCertificate) -> None:
+async def test_only_the_connection_whose_check_fails_is_dropped(certificate: ServerCertificate) -> None:
     connections = ClientConnections(0.4, 30.0)
     async with AsyncExitStack() as stack:
         url = await serve(silent, stack, connections, RenewedCertificate(certificate))
@@ -103,7 +103,7 @@ async def test_a_connection_whose_check_fails_is_dropped_alone(certificate: Serv
         await until(lambda: not connections._entered)
 
 
-@pytest.mark.parametrize("way", ["close_notify", "half-close", "vanish"])
+@pytest.mark.parametrize("way", ["close_notify", "half-close", "TCP close"])
 @in_session
 async def test_a_client_that_leaves_ends_its_request(
     graph: Graph, certificate: ServerCertificate, way: str
@@ -184,7 +184,7 @@ def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) 
 
 
 @in_session
-async def test_a_certificate_is_loaded_once_it_becomes_valid(
+async def test_a_certificate_is_loaded_when_it_becomes_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     certificate = RenewedCertificate(made(tmp_path / "tls"), every=0.02)

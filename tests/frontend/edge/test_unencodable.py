@@ -65,7 +65,7 @@ async def test_refused_requests_reach_no_worker(graph: Graph, stream: bool) -> N
 
 
 async def test_refused_requests_hold_no_capacity(graph: Graph) -> None:
-    """Refused requests keep no slot and no KV tokens. A request beside them still migrates when its worker is lost."""
+    """Refused requests keep no slot and no KV tokens. A request after them still migrates when its worker is lost."""
     async with graph.worker(pace=None, at_once=8) as first:
         before = graph.processor().workers.capacity
         for _ in range(3):  # fewer sequences than slots: a request that has to wait may get a 429
@@ -81,7 +81,7 @@ async def test_refused_requests_hold_no_capacity(graph: Graph) -> None:
     assert second.seen[0].prompt[: len(PROMPT)] == PROMPT
 
 
-async def test_a_waiting_request_that_cannot_be_encoded_fails_alone(graph: Graph) -> None:
+async def test_only_the_waiting_request_that_cannot_be_encoded_fails(graph: Graph) -> None:
     """Request `a` fails when the second worker's link comes up. The link stays up and serves request `b`."""
     async with graph.worker(pace=None) as first:
         waiting = [post(graph, presence_penalty=0.5, request_id="a"), post(graph, request_id="b")]
@@ -101,7 +101,9 @@ async def test_a_waiting_request_that_cannot_be_encoded_fails_alone(graph: Graph
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_grammar_without_finite_text_is_a_400_after_one_try(graph: Graph, stream: bool) -> None:
+async def test_a_grammar_that_no_engine_can_compile_is_a_400_after_one_try(
+    graph: Graph, stream: bool
+) -> None:
     async with sim_engines(graph, 2) as both:
         for engine in both:
             engine.faults.no_grammars = True

@@ -71,9 +71,11 @@ class EchoWorker:
     """seconds between steps; None: only `step()` makes them"""
     prefill: str = "local"
     asks: bool = False
-    """every prompt waits for a prefill worker"""
+    """send no `Placed`, as while a prompt waits for a prefill worker"""
     at_once: int = 0
+    """its slots (`max_num_seqs`); 0: not published"""
     loaded: str = ""
+    """its fingerprint"""
     role: Role = Role.DECODE
     metrics: str = ""
     """URL of its metrics page"""
@@ -85,13 +87,13 @@ class EchoWorker:
     cancelled: list[str] = field(default_factory=list)
     hello: str = ""
     script: list[Step] | None = None
-    """the steps of every request, in place of the echo"""
+    """the steps of every request, in place of `next_token`"""
     shift: int = 0
     """added to each token, as if the worker had other weights"""
     fail: Failed | None = None
     """reply to every request in place of tokens, under that request's id"""
     archive: bytes = b""
-    """of the model; sent in two parts, after `archive_sent` is set, if there is one"""
+    """of the model; sent when `archive_sent` is set, or at once if that is None"""
     archive_sent: asyncio.Event | None = None
     archives_asked: int = 0
 
@@ -172,7 +174,7 @@ class EchoWorker:
         self._spawn(self._run(0.0))
 
     async def step(self) -> None:
-        """Generate a token for every request, and send all in one message."""
+        """Make one step for every request, and send all outputs in one message."""
         outputs = [self._generate(job) for job in list(self.jobs.values())]
         if outputs:
             body = [bytes(part) for part in self._encoder.encode(EngineCoreOutputs(outputs=outputs))]

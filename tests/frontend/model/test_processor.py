@@ -39,17 +39,17 @@ async def test_a_folder_on_this_host_and_a_hub_id_stay_as_they_are(tmp_path: Pat
 
 async def test_a_folder_is_fetched_from_a_worker_once(tmp_path: Path) -> None:
     there = card("/elsewhere/model", archive_name(ARCHIVE))
-    gone = Instance("decode-9", Role.DECODE, address="tcp://127.0.0.1:1")
+    unreachable = Instance("decode-9", Role.DECODE, address="tcp://127.0.0.1:1")
     async with EchoWorker("decode-0") as other, EchoWorker("decode-1") as worker:
         other.archive, worker.archive = b"of another model", ARCHIVE
-        folder = await folder_of(there, tmp_path, gone, other.instance, worker.instance)
+        folder = await folder_of(there, tmp_path, unreachable, other.instance, worker.instance)
     assert files(folder) == {"config.json": b"{}", "sub/a.txt": b"a" * 1000}
     assert await folder_of(there, tmp_path) == folder, "kept, so no worker is asked"
     assert len(files(str(tmp_path))) == 2
 
 
 @pytest.mark.parametrize(
-    ("blob", "part"), [("", "has no archive"), ("gone", "no worker sends its archive gone")]
+    ("blob", "part"), [("", "has no archive"), ("abc", "no worker sends its archive abc")]
 )
 async def test_an_unsent_folder_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blob: str, part: str

@@ -138,7 +138,7 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
     await until(lambda: graph.models.report() == Load())
 
 
-async def test_a_link_to_a_gone_worker_ends_when_another_worker_has_its_address(graph: Graph) -> None:
+async def test_a_link_to_a_killed_worker_ends_when_another_worker_has_its_address(graph: Graph) -> None:
     """A killed worker's link reconnects to its successor in the same pod, at the same address."""
     async with graph.worker() as successor, MemoryRegistry(graph.registry) as registry:
         killed = msgspec.structs.replace(successor.instance, id="decode-9-killed")
@@ -174,18 +174,18 @@ async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_no
     new = shutil.copytree(MODEL, tmp_path / "model") / "new.txt"
     new.write_text("no frontend has this folder")
     archive = pack_model(new.parent)
-    record = encode_record(card("hung", model="/elsewhere/model", blob=archive_name(archive)))
-    async with EchoWorker("decode-9-hangs", "hung") as hangs, MemoryRegistry(graph.registry) as registry:
-        hangs.archive_sent = asyncio.Event()
-        await registry.put(keys.card("hung", hangs.id), record)
-        await registry.put(keys.instance(hangs.instance), encode_record(hangs.instance))
-        await hangs.until(lambda: hangs.archives_asked)
+    record = encode_record(card("unsent", model="/elsewhere/model", blob=archive_name(archive)))
+    async with EchoWorker("decode-9-silent", "unsent") as silent, MemoryRegistry(graph.registry) as registry:
+        silent.archive_sent = asyncio.Event()
+        await registry.put(keys.card("unsent", silent.id), record)
+        await registry.put(keys.instance(silent.instance), encode_record(silent.instance))
+        await silent.until(lambda: silent.archives_asked)
         async with graph.worker("beside"):
             assert "beside" in await names(graph)
-        assert not graph.models._models["hung"].settled.is_set(), "still waiting for the archive"
-        async with graph.worker("hung", archive=archive):
-            answer = await complete(graph, model="hung")
-        assert hangs.archives_asked == 1
+        assert not graph.models._models["unsent"].settled.is_set(), "still waiting for the archive"
+        async with graph.worker("unsent", archive=archive):
+            answer = await complete(graph, model="unsent")
+        assert silent.archives_asked == 1
     assert answer.status_code == 200
 
 

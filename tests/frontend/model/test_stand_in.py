@@ -26,7 +26,9 @@ def stand_in(
 
 
 @asynccontextmanager
-async def alone(graph: Graph, pace: float | None = None, at_once: int = 0) -> AsyncIterator[EchoWorker]:
+async def without_decode_worker(
+    graph: Graph, pace: float | None = None, at_once: int = 0
+) -> AsyncIterator[EchoWorker]:
     """Yield a prefill worker of a model that has lost its decode worker."""
     async with stand_in(graph, pace, at_once) as prefill:
         async with graph.worker():
@@ -74,11 +76,11 @@ async def test_while_the_only_decode_worker_drains_new_requests_go_to_the_stand_
         assert answer.headers["x-pdserve-instance"] == prefill.id
 
 
-async def test_a_decode_worker_that_is_back_gets_new_requests_and_those_without_tokens(
+async def test_a_new_decode_worker_gets_new_requests_and_those_without_tokens(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_POLL", 0.01)
-    async with alone(graph) as prefill:
+    async with without_decode_worker(graph) as prefill:
         begun = post(graph, max_tokens=3)
         await steps(prefill, 1)
         waiting = post(graph)
@@ -99,7 +101,7 @@ async def test_requests_on_a_stand_in_are_handed_over_unless_they_need_a_replay(
     monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_AFTER", 0.0)
     monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_POLL", 0.01)
     before = counted("pdserve_migrations_total", reason="handed-over")
-    async with alone(graph) as prefill:
+    async with without_decode_worker(graph) as prefill:
         moves, stays = post(graph, max_tokens=12), post(graph, presence_penalty=0.5)
         await prefill.until(lambda: len(prefill.jobs) == 2)
         await steps(prefill, 5)
@@ -121,7 +123,7 @@ async def test_a_stand_in_keeps_a_request_whose_adapter_no_decode_worker_has(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_POLL", 0.01)
-    async with alone(graph) as prefill, having(graph, prefill, RED):
+    async with without_decode_worker(graph) as prefill, having(graph, prefill, RED):
         await until(lambda: "red" in graph.models.find("demo").adapters)
         request = post(graph, model="red")
         await prefill.until(lambda: prefill.jobs)
@@ -132,7 +134,7 @@ async def test_a_stand_in_keeps_a_request_whose_adapter_no_decode_worker_has(
 
 
 async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Graph) -> None:
-    async with alone(graph, at_once=2) as prefill:
+    async with without_decode_worker(graph, at_once=2) as prefill:
         await until(lambda: graph.models.usable_workers().get("demo") == 1)
         requests = [post(graph) for _ in range(3)]
         await prefill.until(lambda: len(prefill.seen) == 2)
@@ -159,7 +161,7 @@ async def test_prefill_workers_without_an_address_or_with_other_weights_do_not_s
 async def test_a_lost_connection_is_renewed_before_a_prefill_worker_stands_in(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker cuts the connection, as workers do while a frontend is paused."""
+    """The worker cuts the connection, as workers do when a frontend is silent for too long."""
     async with graph.worker() as decode, stand_in(graph) as prefill:
         monkeypatch.setattr("pdserve.frontend.workers.pool.MIN_RETRY_DELAY", 0.1)
         await holds(lambda: graph.models.usable_workers()["demo"], 0.2)

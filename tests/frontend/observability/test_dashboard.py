@@ -1,4 +1,4 @@
-"""`/dashboard` in headless Chromium: of a frontend with an echo worker, and with made-up states of graphs.
+"""`/dashboard` in headless Chromium: of a frontend with an `EchoWorker`, and with made-up states of graphs.
 `tests/observe/test_problems.py` tests which problems are found."""
 
 import asyncio
@@ -347,7 +347,7 @@ async def test_a_frontend_that_does_not_answer_is_shown_until_it_does(graph: Gra
         await visit.says("All is well")
 
 
-async def test_with_keys_the_page_asks_for_one(graph: Graph, browser: Browser) -> None:
+async def test_with_keys_the_page_asks_for_a_key(graph: Graph, browser: Browser) -> None:
     known = graph.context.keys
     known.replace([ApiKey.of("sk-alice-0123456789", "alice")])
     try:

@@ -72,7 +72,7 @@ def receipt(
         (receipt(CHAT, path="/tokenize", ttft=None), "", ""),
     ],
 )
-def test_a_receipt_has_a_promises_outcome(found: Receipt, promise: str, broken_by: str) -> None:
+def test_a_receipt_says_whether_its_promise_was_kept(found: Receipt, promise: str, broken_by: str) -> None:
     assert (found.promise, found.broken_by) == (promise, broken_by)
 
 

@@ -144,7 +144,7 @@ async def test_a_remote_request_has_a_span_for_each_hop_in_its_process(
     assert {hop.name for hop in receipt.hops} == set(hops)
 
 
-@pytest.mark.parametrize("how", ["killed", "engine"])
+@pytest.mark.parametrize("how", ["worker dies", "engine dies"])
 async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker: Worker, how: str) -> None:
     trace_id, headers = client_trace()
     worker.engine.faults.slow = 50
@@ -156,14 +156,14 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
 
     await until(lambda: generated() > 2)
     async with graph.workers(1) as (other,):
-        if how == "killed":
+        if how == "worker dies":
             worker.life.cancel()
         else:
             worker.engine.die()
         answer = await asking
         assert answer.json()["usage"]["completion_tokens"] == 20
         twice = ["attempt", "decode", "prefill", "generate"]
-        lost = ["prefill", "generate"] if how == "killed" else []  # lost with the process
+        lost = ["prefill", "generate"] if how == "worker dies" else []  # not sent before its death
         wanted = list((Counter([ROUTE, "admission", *twice, *twice]) - Counter(lost)).elements())
         spans = await graph.trace(trace_id, *wanted)
     first, second = (span for span in spans if span.name == "attempt")

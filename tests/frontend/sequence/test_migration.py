@@ -37,12 +37,14 @@ def sent(original: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
         ({"trace_decode_token_ids": [1, 2]}, "trace_decode_token_ids"),
     ],
 )
-def test_which_parameters_depend_on_earlier_tokens(params: dict[str, Any], expected: str | None) -> None:
+def test_for_which_parameters_an_engine_keeps_state_about_the_output(
+    params: dict[str, Any], expected: str | None
+) -> None:
     assert stateful_parameter(request(**params).sampling_params) == expected
 
 
 @pytest.mark.parametrize(("words", "expected"), [([[5], [7]], None), ([[5], [7, 8]], "bad_words")])
-def test_long_bad_words_depend_on_earlier_tokens(words: list[list[int]], expected: str | None) -> None:
+def test_bad_words_of_several_tokens_are_stateful(words: list[list[int]], expected: str | None) -> None:
     params = SamplingParams()
     params._bad_words_token_ids = words
     assert stateful_parameter(params) == expected

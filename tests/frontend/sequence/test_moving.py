@@ -103,7 +103,7 @@ async def test_a_request_with_stateful_sampling_is_replayed(
         await steps(first, generated)
         async with graph.worker(pace=None) as second:
             await first.die()
-            await steps(second, 2)  # lost again while it is still replaying
+            await steps(second, 2)  # then lost again, possibly during the replay
             async with graph.worker() as third:
                 await second.die()
                 answer = await request
@@ -175,8 +175,8 @@ async def test_a_request_whose_outputs_cannot_be_read_migrates(graph: Graph) -> 
 
 
 async def test_a_dead_workers_last_messages_are_read(graph: Graph) -> None:
-    """The messages say which requests the worker's engine was computing. While they are read, cancelling a request's
-    other sequence fails, because the worker is dead."""
+    """Such messages may say which requests the engine was computing. While they are read, cancelling a request's other
+    sequence fails, because the worker is dead."""
     async with graph.worker(pace=None) as worker:
         asked = [post(graph, n=2, temperature=1.0) for _ in range(30)]
         await worker.until(lambda: len(worker.jobs) == 60)
@@ -247,7 +247,7 @@ async def test_a_beam_search_leaves_no_task_when_a_beam_fails(graph: Graph) -> N
         await until(lambda: not [task for task in asyncio.all_tasks() if "collect_from" in repr(task)])
 
 
-async def test_a_beam_search_counts_its_prompt_once_and_leaves_the_estimate(
+async def test_a_beam_search_counts_its_prompt_once_and_does_not_change_the_estimate(
     graph: Graph, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For vLLM, each token of a beam is a request with a longer prompt."""
@@ -284,7 +284,7 @@ async def test_a_request_continues_once_another_worker_loads_its_adapter(
             assert (await asyncio.wait_for(request, 5)).status_code == 200
 
 
-async def test_a_request_whose_adapter_is_unloaded_and_gone_fails_at_once(graph: Graph) -> None:
+async def test_a_request_whose_unloaded_adapter_is_at_no_worker_fails_at_once(graph: Graph) -> None:
     """The engine has dropped the adapter, as it does when it needs the slot of an adapter without requests."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         async with having(graph, worker, RED):

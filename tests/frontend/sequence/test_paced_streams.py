@@ -79,7 +79,7 @@ async def test_the_first_token_waits_for_the_second_and_the_others_for_the_end(g
         completion(stop=["~"]),
         chat(tools=[TOOL], tool_choice="none"),
     ],
-    ids=["several", "stop string", "tools"],
+    ids=["two outputs", "stop string", "tools"],
 )
 async def test_responses_that_cannot_be_paced_are_not_held(graph: Graph, body: dict[str, object]) -> None:
     async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph, body) as client:

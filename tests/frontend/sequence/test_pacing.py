@@ -37,9 +37,9 @@ def left(
     return times
 
 
-def come(interval: float, outputs: int = 64, stalls: dict[int, float] | None = None) -> list[float]:
-    """Return arrival times: an output each `interval` seconds, plus the seconds of `stalls`."""
-    steps = [PREFILL] + [interval + (stalls or {}).get(number, 0.0) for number in range(1, outputs)]
+def come(interval: float, outputs: int = 64, delays: dict[int, float] | None = None) -> list[float]:
+    """Return arrival times: an output each `interval` seconds, plus the seconds of `delays`."""
+    steps = [PREFILL] + [interval + (delays or {}).get(number, 0.0) for number in range(1, outputs)]
     return [STARTED + passed for passed in itertools.accumulate(steps)]
 
 
@@ -47,15 +47,15 @@ def longest(times: Sequence[float]) -> float:
     return max(after - before for before, after in itertools.pairwise(times))
 
 
-@pytest.mark.parametrize(("promised", "stall"), [(CHAT, 0.4), (AGENT, 0.6), (RAG, 0.25)])
+@pytest.mark.parametrize(("promised", "delay"), [(CHAT, 0.4), (AGENT, 0.6), (RAG, 0.25)])
 @pytest.mark.parametrize("speed", [0.1, 0.3, 1.0, 3.0, 10.0])
-def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
-    promised: SloTargets, stall: float, speed: float
+def test_a_delay_breaks_no_gap_once_there_is_a_reserve(
+    promised: SloTargets, delay: float, speed: float
 ) -> None:
     """`speed` 1 is the demo model's: 10 ms per token. Only streams twice as fast as promised surely have a reserve."""
     assert promised.gap is not None
     interval = 0.01 / speed
-    arrivals = come(interval, 128, {100: stall})
+    arrivals = come(interval, 128, {100: delay})
     paced = left(promised, arrivals)
     assert longest(arrivals) > promised.gap
     if 2 * interval < promised.gap:
@@ -70,8 +70,8 @@ def test_pacing_never_delays_the_end_and_makes_no_gap_above_the_pace(promised: S
     assert promised.gap is not None
     chance = random.Random(seed)
     interval = 10 ** chance.uniform(-3, -1)
-    stalls = {number: chance.expovariate(5) for number in range(1, 100) if chance.random() < 0.1}
-    arrivals = come(interval, 100, stalls)
+    delays = {number: chance.expovariate(5) for number in range(1, 100) if chance.random() < 0.1}
+    arrivals = come(interval, 100, delays)
     paced = left(promised, arrivals)
     assert paced[-1] == arrivals[-1]
     assert all(after >= before for before, after in zip(arrivals, paced, strict=True))
@@ -92,7 +92,7 @@ def test_held_outputs_are_bounded(interval: float) -> None:
 def test_an_answer_slower_than_the_pace_is_not_held() -> None:
     arrivals = come(0.045)
     paced = left(CHAT, arrivals)
-    assert paced[0] == arrivals[1], "only the first waits, so that the second is not late"
+    assert paced[0] == arrivals[1], "the first waits, so that the second is not late"
     assert sum(after - before for before, after in zip(arrivals[12:], paced[12:], strict=True)) == 0.0
 
 
@@ -104,7 +104,7 @@ def test_an_answer_slower_than_the_pace_is_not_held() -> None:
         (SloTargets(0.05, 0.06), PREFILL),
         (SloTargets(gap=0.06), PREFILL + MAX_HOLD),
     ],
-    ids=["as its TTFT allows", "short", "late already", "without a TTFT"],
+    ids=["until shortly before its TTFT", "a shorter TTFT", "already late", "without a TTFT"],
 )
 def test_the_first_token_waits_for_the_second_as_long_as_it_may(
     promised: SloTargets, expected: float

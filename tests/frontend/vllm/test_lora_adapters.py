@@ -293,15 +293,15 @@ async def test_a_load_whose_claim_is_lost_meanwhile_is_not_kept() -> None:
 
 async def test_an_adapter_without_workers_is_found_with_its_model(adapted: Adapted) -> None:
     lost = Adapter("lost", "/lost", 5)
-    worker = Instance("decode-0-gone", Role.DECODE, "gone", "tcp://127.0.0.1:9", adapters=[lost])
+    worker = Instance("decode-0-left", Role.DECODE, "left", "tcp://127.0.0.1:9", adapters=[lost])
     models = adapted.models
     async with MemoryRegistry(adapted.registry) as registry:
         await registry.put(keys.instance(worker), encode_record(worker))
-        await registry.put(keys.card("gone", worker.id), encode_record(card("gone")))
-        await until(lambda: "gone" in models.usable_workers())
+        await registry.put(keys.card("left", worker.id), encode_record(card("left")))
+        await until(lambda: "left" in models.usable_workers())
         assert "lost" in models.find("lost").adapters
-    await until(lambda: "gone" not in [card.name for card in models.known()])
-    assert models.find("lost") is models.find("gone")
+    await until(lambda: "left" not in [card.name for card in models.known()])
+    assert models.find("lost") is models.find("left")
 
 
 async def test_a_call_ends_when_another_frontend_overwrites_its_record(
@@ -324,20 +324,20 @@ RED, BLUE = Adapter("red", "/red", 5), Adapter("blue", "/blue", 6, asked="mine",
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("other", BadRequest), ("red", BadRequest), ("blue", BadRequest), ("gone", Unavailable)],
+    [("other", BadRequest), ("red", BadRequest), ("blue", BadRequest), ("unloaded", Unavailable)],
 )
-async def test_a_name_of_another_model_or_its_adapter_is_taken(
+async def test_names_of_another_model_and_its_adapters_are_taken(
     name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`blue` is taken though no worker has it, because workers may restart. `gone`, which was unloaded, is free, though
+    """`blue` is taken though no worker has it, because workers may restart. `unloaded` was unloaded and is free, though
     an engine may still have it; but `demo` has no worker that could load it."""
     monkeypatch.setattr("pdserve.frontend.vllm.lora_adapters.LOAD_TIMEOUT", 0.0)
-    held = Adapter("gone", "/gone", 7, asked="before")
+    held = Adapter("unloaded", "/unloaded", 7, asked="before")
     worker = Instance("decode-0-x", Role.DECODE, "other", adapters=[RED, held])
     async with MemoryRegistry(MemoryServer()) as registry, RegistryView(registry) as view:
         await registry.put(keys.instance(worker), encode_record(worker))
         await registry.put(keys.card("other", worker.id), encode_record(card()))
-        for kept in (BLUE, Adapter("gone", asked="now", model="other")):
+        for kept in (BLUE, Adapter("unloaded", asked="now", model="other")):
             await registry.put(keys.adapter(kept), encode_record(kept), leased=False)
         await until(lambda: len(view.adapters("other")) == 2 and bool(view.cards() and view.instances()))
         store = AdapterStore(registry, view)

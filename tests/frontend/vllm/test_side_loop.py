@@ -60,13 +60,15 @@ def assert_alike(ours: httpx.Response, theirs: httpx.Response) -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_the_answers_are_the_same(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+async def test_both_event_loops_give_the_same_answer(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     path, body = REQUESTS[name]
     async with graph.worker():
-        here = await graph.http.post(path, json=body)
+        main = await graph.http.post(path, json=body)
         monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
-        aside = await graph.http.post(path, json=body)
-    assert_alike(aside, here)
+        side = await graph.http.post(path, json=body)
+    assert_alike(side, main)
 
 
 async def test_a_large_request_whose_client_disconnects_is_cancelled(

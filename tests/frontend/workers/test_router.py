@@ -68,7 +68,9 @@ KEEPS, SLOW, BUSY = Load(), Load(gap_seconds=0.1), Load(prompt_wait=2.0, token_s
         (Promise(0.001, 0.001), "a"),
     ],
 )
-def test_only_workers_that_should_keep_a_promise_are_candidates(promise: Promise, expected: str) -> None:
+def test_workers_that_are_likelier_than_the_best_to_miss_a_promise_are_no_candidates(
+    promise: Promise, expected: str
+) -> None:
     loads = {"a": KEEPS, "b": SLOW, "c": BUSY}
     forecasts = {name: Forecast.of(load, 0, 100) for name, load in loads.items()}
     assert "".join(each.id for each in likely_to_keep(promise, [A, B, C], forecasts)) == expected

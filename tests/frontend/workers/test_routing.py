@@ -143,7 +143,7 @@ async def test_a_dead_workers_entries_are_removed_and_its_successor_has_none(rou
             assert (await routed.ask(prompt))[0] == other
 
 
-async def test_prefixes_are_reported_and_kept_only_for_the_router_kv(routed: Routing) -> None:
+async def test_prefixes_are_reported_and_kept_only_for_the_policy_kv(routed: Routing) -> None:
     def followed() -> bool:
         return any(worker.engine.prefixes._changed for worker in routed.workers)
 

@@ -38,25 +38,25 @@ async def stalled(graph: Graph, worker: EchoWorker) -> AsyncIterator[None]:
         yield
 
 
-async def test_a_hung_engine_gets_no_requests_until_it_steps_again(
+async def test_a_stalled_engine_gets_no_requests_until_it_steps_again(
     graph: Graph,
 ) -> None:
     before = counted("pdserve_migrations_total", reason="stalled")
-    async with sim_workers(graph, 2) as (hung, idle):
-        hung.engine.faults.going.clear()
+    async with sim_workers(graph, 2) as (stuck, idle):
+        stuck.engine.faults.going.clear()
         answers = await asyncio.gather(*(post(graph) for _ in range(8)))
         ways = [answer.headers["x-pdserve-instance"] for answer in answers]
-        moved = f"{hung.id},{idle.id}"
+        moved = f"{stuck.id},{idle.id}"
         assert set(ways) == {idle.id, moved}
         assert counted("pdserve_migrations_total", reason="stalled") == before + ways.count(moved)
         answers = [await complete(graph) for _ in range(4)]
         assert {answer.headers["x-pdserve-instance"] for answer in answers} == {idle.id}
-        hung.engine.faults.going.set()
-        await until(lambda: not hung.worker._presence.instance.stalled)
+        stuck.engine.faults.going.set()
+        await until(lambda: not stuck.worker._presence.instance.stalled)
         await until(lambda: graph.processor().workers.capacity.max_requests == 2 * 256)
         answers = [await complete(graph) for _ in range(4)]
-        assert {answer.headers["x-pdserve-instance"] for answer in answers} == {hung.id, idle.id}
-        await until(hung.engine.all_blocks_free)
+        assert {answer.headers["x-pdserve-instance"] for answer in answers} == {stuck.id, idle.id}
+        await until(stuck.engine.all_blocks_free)
 
 
 async def test_a_stalled_only_worker_keeps_its_requests_until_a_new_one_takes_those_without_a_token(
