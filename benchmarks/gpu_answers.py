@@ -32,7 +32,7 @@ def main(url: str, file: str, expected: str = "") -> int:
         same += got == want
         if got != want:
             first = next(n for n, pair in enumerate(itertools.zip_longest(got, want)) if len(set(pair)) > 1)
-            print(f"different: prompt {number} from token {first} on: {got[first:]} for {want[first:]}")
+            print(f"different: prompt {number} from token {first} on: {got[first:]}, expected {want[first:]}")
     print(f"same: {same} of {len(answers)} answers, token for token")
     return int(same < len(answers))
 

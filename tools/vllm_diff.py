@@ -3,7 +3,7 @@
 OLD and NEW are wheels (`pip download --no-deps vllm==0.33.0`), folders that hold `vllm/`, or `installed`. Nothing is
 installed or imported, because the sources are compared as syntax trees. The report has
 - names that pdserve imports and that are gone, with the modules that define them now,
-- changed fields, parameters and source texts of those in `vllm_surface.py`,
+- changed fields, parameters and source texts among those that `vllm_surface.py` lists,
 - changed bodies of members that pdserve overrides, replaces or inherits.
 
 Exit code: 0 for no change, 1 for changes, 2 if OLD or NEW cannot be read.

@@ -35,7 +35,7 @@ Gap = Annotated[
     typer.Option(metavar="TIME", help="SLO: longest gap between tokens (default: the file's, else 60ms)"),
 ]
 Share = Annotated[
-    float, typer.Option(metavar="S", min=0.01, max=1.0, help="share of the requests that must keep both")
+    float, typer.Option(metavar="S", min=0.01, max=1.0, help="share of the requests that must keep the SLO")
 ]
 PromptTokens = Annotated[
     int,

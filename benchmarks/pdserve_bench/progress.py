@@ -13,4 +13,4 @@ def say(text: str) -> None:
 
 def begin(phase: str, seconds: float) -> None:
     """Log that a phase begins and about how long it takes."""
-    say(f"{phase}, some " + (f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"))
+    say(f"{phase}, about " + (f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"))

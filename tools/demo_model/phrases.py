@@ -42,7 +42,7 @@ COMPLETIONS = (
     "Question: {question} Answer:",
     "Q: {question}\nA:",
 )
-# Text between a key and its code in a ledger, from short to long.
+# Text between a key and its code in a ledger, in the order in which training adds them (`Mix.joints`).
 JOINTS = (
     "",
     " is",

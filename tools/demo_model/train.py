@@ -81,7 +81,7 @@ def stretch(rng: random.Random, segments: list[corpus.Segment], length: int) -> 
 
 
 def make_batch(rng: random.Random, stage: Stage, encode: corpus.Encode) -> Batch:
-    """Sample documents and cut them to the same length."""
+    """Sample documents, and cut or pad them to one length."""
     width = stage.mix.tokens
     ids = torch.full((stage.batch, width), IGNORED)
     positions = torch.arange(width).repeat(stage.batch, 1)

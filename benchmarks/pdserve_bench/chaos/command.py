@@ -26,7 +26,7 @@ from pdserve_bench.measure.runs import INTERRUPTED, run_until_stopped
 from pdserve_bench.progress import say as _say
 
 CARD = "scorecard.json"
-"""Written to the folder that is kept after a failure, beside the logs."""
+"""The scorecard's file, beside the logs in the folder that is kept after a failure; not written with `--json`."""
 
 
 def chaos(
@@ -77,7 +77,7 @@ def chaos(
     without `serve`, restarted when it ends.
 
     examples:
-      pdserve chaos -f graph.yaml --dtype float32       every fault, on real engines (bfloat16 batches differ)
+      pdserve chaos -f graph.yaml --dtype float32       every fault, on real engines (exact only in float32)
       pdserve chaos -f graph.yaml --only decode,etcd-kill --seconds 30
       pdserve chaos -f graph.yaml --hosts --one-engine --dtype float32
       pdserve chaos -f graph.yaml --clusters --only nats-stream,etcd-majority
@@ -94,7 +94,7 @@ def chaos(
     if hosts + clusters + without_serve > 1:
         raise ConfigError(["Give one of --hosts, --clusters and --alone."])
     options = Options(choose(only, faults), seconds, hold, concurrency, patience, seed=seed)
-    logging.basicConfig(level=logging.ERROR)  # errors about etcd are expected
+    logging.basicConfig(level=logging.ERROR)  # hide warnings, because lost connections are expected
     folder = Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     graph: AbstractAsyncContextManager[RunningGraph]
     if hosts:

@@ -110,8 +110,8 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
 
 
 def too_long(pause: float, calm: float) -> str:
-    """Return a sentence if a pause after the loss of decode workers exceeds the bound, else an empty text. `calm` is
-    the longest pause without a fault."""
+    """Return a sentence if other workers took over too late, else an empty text. `calm` is the longest pause without a
+    fault."""
     bound = 2 * calm + STAND_IN_WITHIN
     return (
         f"a pause of {pause:.1f} s; other workers must take over within {bound:.1f} s"

@@ -31,7 +31,7 @@ WARM_WITHIN = 60.0
 SETTLE = 10.0
 """Seconds after the last request until every KV block must be free: shorter than a KV lease (30 s)."""
 SETTLE_AFTER_DEATH = 40.0
-"""The same after decode workers were killed: longer than a KV lease."""
+"""`SETTLE` if decode workers were killed: longer than a KV lease."""
 UNKNOWN_LENGTH = 4096
 """Context length in tokens if the file does not set it."""
 MAX_LOGGED = 8
@@ -144,7 +144,7 @@ class Chaos:
         return row
 
     async def _until_warm(self, load: JudgedLoad) -> None:
-        """Wait until all clients have had a response, and a prompt was prefilled remotely."""
+        """Wait for as many good responses as there are clients, and for a remote prefill. Raises Unavailable."""
         try:
             async with asyncio.timeout(WARM_WITHIN):
                 await load.until(lambda answer: not answer.error, self._options.concurrency)
@@ -182,7 +182,8 @@ async def learned(
 async def of_one_engine(
     file: Path, folder: Path, dtype: str, options: Options, say: Callable[[str], None]
 ) -> list[Case]:
-    """Return the pool with the reference outputs of a single engine. Raises Unavailable and ConfigError."""
+    """Return the pool with the outputs of a single engine; empty if outputs are computed. Raises Unavailable and
+    ConfigError."""
     config = load_config(file, {})
     assert config.decode is not None
     if questions.simulated(config):

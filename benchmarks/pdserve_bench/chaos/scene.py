@@ -38,7 +38,7 @@ class Fault:
 class Options:
     faults: Sequence[Fault]
     seconds: float = 15.0
-    """Minimal load per fault; it continues until the graph has recovered."""
+    """Minimal duration of the load per fault; the load continues until the graph has recovered."""
     hold: float = 12.0
     """Seconds that a hang or a cut lasts: longer than a lease in etcd."""
     concurrency: int = 8

@@ -34,9 +34,9 @@ class Row:
     recovered: float | None = None
     """Seconds from the fault's end until the graph was complete and prefilled remotely; None if too late."""
     leaked: int = 0
-    """KV blocks still held when the wait after the load ended."""
+    """KV blocks still held at the end of the wait that follows the load."""
     queued: int = 0
-    """Prefill requests still queued at that time."""
+    """Prefill requests still queued at the end of that wait."""
     freed: float = 0.0
     """Seconds from the last request's end until no block was held."""
     left_out: int = 0
@@ -115,7 +115,7 @@ def cells(row: Row) -> tuple[str, ...]:
         return row.fault, *[""] * 9, "skipped"
     numbers = (row.requests, row.failed, row.hung, row.wrong)
     recovered = "never" if row.recovered is None else f"{row.recovered:.1f} s"
-    ghosts = f"{row.queued} queued" if row.queued else ""
+    queued = f"{row.queued} queued" if row.queued else ""
     return (
         row.fault,
         *map(str, numbers),
@@ -124,7 +124,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.freed:.1f} s",
         str(row.leaked),
         str(row.apart or ""),
-        ghosts or ("" if row.good else "BAD"),
+        queued or ("" if row.good else "BAD"),
     )
 
 

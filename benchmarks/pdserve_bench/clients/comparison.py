@@ -1,8 +1,8 @@
 """Compares the file's graph with plain vLLM in closed loops of N clients. Each client sends its next request when it
 has its response, so that one client shows what a request costs alone.
 
-All systems are started once and measured in turn, each count of clients in the order ABBA, so that steady drift of the
-machine favours none. The idle systems use 2 to 3 % of a core each meanwhile.
+All systems are started once and measured in turn, each count of clients in the order ABBA twice, so that steady drift
+of the machine favours none. The idle systems use 2 to 3 % of a core each meanwhile.
 """
 
 import asyncio
@@ -157,7 +157,7 @@ class ClientsComparison:
             )
         return Report(
             f"{self.prompt_tokens} tokens in, {self.answer_tokens} out, closed loop",
-            f"The graph's figures by those of vLLM's fastest setting. {'; '.join(ratios)}.",
+            f"The graph's figures divided by those of vLLM's fastest setting. {'; '.join(ratios)}.",
             [Rows("times in ms", columns, rows)],
             [f"Other programs took up to {self.foreign:.0%} of the CPU in a turn."],
             complete,

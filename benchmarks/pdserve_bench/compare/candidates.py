@@ -160,8 +160,8 @@ class CandidateMaker:
 
     def aggregated(self) -> list[Candidate]:
         """Return aggregated candidates, the most promising first: one engine with all of the hardware (several batch
-        sizes, on a CPU also thread counts), then as many engines as fit. If one engine cannot use all of it, the first
-        kind is left out."""
+        sizes, on a CPU also thread counts), then as many engines as fit. If one engine cannot
+        use all hardware, only as many engines as fit, at several batch sizes."""
         first, *others = self._batches()
         if self.here.kind is HardwareKind.CPU:
             threads, *more = thread_counts(self.here.units)
@@ -174,7 +174,8 @@ class CandidateMaker:
         return [*found, self._engines(first)] if self._room > 1 else found
 
     def disaggregated(self) -> list[Candidate]:
-        """Return splits: the file's own first, then unequal ranks, then the others, the most similar first."""
+        """Return splits: the file's own first, then unequal ranks, then the others, the most similar first. If the file
+        has no prefill workers, the most balanced come first."""
         own = self.own_split
         order = sorted(
             splits(self.here, self.here.slots),

@@ -63,7 +63,7 @@ class Comparison:
     here: Hardware
     maker: CandidateMaker
     entrants: list[Entrant] = field(default_factory=list)
-    """Simplest first within each kind."""
+    """The aggregated ones first, each kind in the order of its maker."""
     noise: float | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -21,7 +21,7 @@ from pdserve_bench.progress import begin
 
 START_SECONDS = {HardwareKind.CPU: 40.0, HardwareKind.GPU: 120.0, HardwareKind.SIM: 15.0}
 LEAST_REQUESTS = 30
-"""Minimum of judged requests at a recommended candidate's carried rate."""
+"""Fewer judged requests at a bound of a candidate's goodput are too few to recommend it."""
 _LEAST, _MOST = 4.5, 20.0
 """Bounds of a probe's length in seconds."""
 _PROBES = 6

@@ -101,7 +101,7 @@ class Recommendation:
     """What would change the result."""
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
-    """Sentences: why a quiet machine may give another result."""
+    """Sentences: why a repetition may give another result."""
 
     @property
     def headline(self) -> str:
@@ -147,7 +147,7 @@ class Criteria:
 
 
 def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recommendation:
-    """Apply the rules. Of equal findings the earlier, simpler one wins."""
+    """Apply the rules. Of equal findings of a kind, the first wins."""
     out = tuple(_why_out(finding) for finding in findings if finding.problem or finding.failed)
     together, separate = _best(findings, True), _best(findings, False)
     if together is None or separate is None:
@@ -220,7 +220,7 @@ def _one_sided(
 
 
 _CAUSES = {
-    ("gap", True): "gaps: prompts that are computed stall the answers that stream",
+    ("gap", True): "gaps: prompts that are computed delay the tokens of running answers",
     ("gap", False): "gaps: the decode side is the bottleneck",
     ("TTFT", True): "TTFT: prompts wait for their turn",
     ("TTFT", False): "TTFT: prompts queue for the prefill side, which is the bottleneck",
@@ -285,7 +285,7 @@ def _range(finding: CandidateResult) -> str:
 
 
 def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float:
-    """Return the ratio of goodputs; infinity if `other` surely carries no tried rate."""
+    """Return the ratio of goodputs. If `other` carries no tried rate: infinity if that is sure, else a lower bound."""
     if other.goodput:
         return ours.goodput / other.goodput
     judged = other.broke.requests - other.broke.unfinished
@@ -295,7 +295,7 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
 
 
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
-    """Say how many times higher the winner's goodput is; with wide intervals, the certain minimum."""
+    """Say how many times higher the winner's goodput is; with wide intervals, the minimum. Empty from 100 on."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""

@@ -2,7 +2,7 @@
 
 python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
-The graph has two frontends, https and keys. The canary client first runs without attackers, then with them: its
+The graph has https, API keys and two frontends. The canary client first runs without attackers, then with them: its
 longest wait for a token may grow by `MAX_EXTRA_WAIT` seconds, and its responses must be right. The attackers run in a
 process with lower priority, because in reality they would not share the machine.
 """
@@ -83,7 +83,7 @@ class Attackers:
     # the kinds
 
     async def unread(self, headers: dict[str, str]) -> str:
-        """Open a stream and do not read it until the server closes it."""
+        """Open a stream, never read it, and close it after half of `PATIENCE`."""
         request = post(self.url, self._body(stream=True), headers=headers)
         with closing(await asyncio.to_thread(send_unread, self.url, request)):
             await asyncio.sleep(PATIENCE / 2)

@@ -41,8 +41,10 @@ SOURCE_ADDRESS = "127.0.0.2"
 KNOWN_CASES = 8
 MAX_CANARY_WAIT = 30.0
 """Seconds that the canary may wait for a token."""
-MAX_HOLD, POLL_INTERVAL = 2.0, 0.02
-"""CPU seconds that the requests may block a frontend's event loop; seconds between two checks."""
+MAX_HOLD = 2.0
+"""CPU seconds for which requests may block a frontend's event loop."""
+POLL_INTERVAL = 0.02
+"""Seconds between two measurements of it."""
 PACE = 0.15
 """CPU seconds of the reference machine for a sum of five million numbers; blocking is scaled to it."""
 TOLD_EVERY = 10.0
@@ -124,7 +126,7 @@ class Fuzzer:
         self._source = SOURCE_ADDRESS if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
         self._told = time.monotonic()
         self._statuses: dict[str, int] = {}
-        """Status by request name; requests that timed out are left out."""
+        """Status by request name; absent if the client disconnected or the request timed out."""
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[JudgedLoad]:

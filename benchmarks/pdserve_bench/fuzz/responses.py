@@ -7,7 +7,7 @@ from typing import Any
 from pdserve_bench.fuzz.request import FuzzRequest
 
 OURS_ALONE = frozenset({429, 503, 504})
-"""Statuses of overload and deadlines, expected only from requests that set a short deadline."""
+"""Statuses of overload and deadlines. A request without a deadline may get only 429 unexpectedly."""
 EXCUSED = {
     "'ResponseOutputRefusal' object has no attribute 'text'": "vLLM: a refusal among the input of /v1/responses",
 }
@@ -76,7 +76,7 @@ def _error_problem(path: str, status: int, answer: bytes) -> str:
 
 
 def _stream_problem(request: FuzzRequest, answer: bytes) -> str:
-    """Check that events are JSON and that the stream has an end."""
+    """Check that events are JSON without a 5xx, and that the stream has an end."""
     last: Any = None
     for line in answer.splitlines():
         if not line.startswith(b"data:"):

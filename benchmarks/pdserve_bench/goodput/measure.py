@@ -20,7 +20,7 @@ _IDLE_WITHIN = 60.0
 _WARM_WITHIN = 120.0
 """Seconds until the warm-up stops waiting for first tokens."""
 _HANGS = 10.0
-"""A request whose next token is this many seconds late counts as hung."""
+"""A request counts as hung this many seconds after its last token or, without a token, after its TTFT bound."""
 _POLL_INTERVAL = 0.2
 _BEAT = 0.01
 _CANARY_TIMEOUT = 30.0
@@ -45,7 +45,8 @@ class GoodputOptions:
     longer: float = 3.0
     """A probe at a low rate may last this many times `seconds`."""
     least: int = 0
-    """Both ends of the final interval are probed until each has this many judged requests."""
+    """The ends of the final interval are probed until each has this many judged requests (the broken one, at most
+    twice)."""
 
 
 JUDGE_LATER = GoodputOptions(Slo(3600.0, 3600.0), share=0.0)
@@ -177,8 +178,8 @@ class _Watched:
         return wilson(max(0, expected - self._missed), expected)[1] < self._share
 
     def nothing_to_learn(self) -> bool:
-        """Whether all requests were sent and all that still run have missed the SLO. Requests without progress are
-        awaited until they count as hung, which is a failure."""
+        """Whether all requests were sent and all that still run have missed the SLO. Waits until those without progress
+        count as hung, and marks them as failed."""
         run, slo, now = self._made.run, self._slo, time.monotonic()
         running = [each for each in run.exchanges if each.outcome is Outcome.UNFINISHED]
         if (

@@ -100,8 +100,8 @@ async def find_goodput(
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    """Probe longer at low rates, until twice as many requests as prove the rate if all keep the SLO (Wilson's interval;
-    49 requests for 90 %)."""
+    """Return the seconds of a probe. A low rate gets more, for twice the requests that prove it if all keep the SLO
+    (Wilson's interval; for 90 %, 49 in all)."""
     least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
     return max(options.seconds, min(least / rate, options.longer * options.seconds))
 

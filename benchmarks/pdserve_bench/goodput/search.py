@@ -77,7 +77,7 @@ class GoodputSearch:
         found.samples.append((kept, requests))
 
     def next(self) -> float | None:
-        """Return the next rate to probe; None when found or out of bounds."""
+        """Return the next rate to probe; None when found, out of bounds, or after `most` probes."""
         if not self._rates:
             return self._start
         if self.probes >= self._most:

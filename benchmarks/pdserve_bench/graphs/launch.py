@@ -59,8 +59,8 @@ SIM_SPEED = {
         "stop-signal": int(signal.SIGUSR2),
     }
 }
-"""Simulated engines if the file sets none: slow enough to be hit in the middle of a request, with short KV leases, a
-fatal token that only poison prompts contain, and a signal that stops the engine."""
+"""`additional-config` of simulated engines if the file has none: slow enough to be hit in the middle of a request, with
+short KV leases, a fatal token that only poison prompts contain, and a signal that stops the engine."""
 
 
 class ServerRun:
@@ -194,7 +194,7 @@ class RunningGraph:
 
     @property
     def alive(self) -> bool:
-        """False once the supervisor has ended, so that nothing is restarted."""
+        """False once the supervisor has ended: then nothing is restarted."""
         try:
             return bool(psutil.Process(self.graph.pid).status() != psutil.STATUS_ZOMBIE)
         except psutil.Error:

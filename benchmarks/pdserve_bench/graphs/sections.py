@@ -49,7 +49,8 @@ def with_model(sections: Sections, model: str) -> Sections:
 
 
 def reshape(base: Sections, shape: Shape) -> Sections:
-    """`base` has a VllmWorker. Without a PrefillWorker, prefill workers are copied from the decode workers."""
+    """Return `base`, which has a VllmWorker, with the shape's workers. If it has no PrefillWorker, the VllmWorker is
+    copied."""
     sections = copy.deepcopy(base)
     decode = sections["VllmWorker"]
     prefill = sections.pop("PrefillWorker", None)

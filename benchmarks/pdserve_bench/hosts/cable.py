@@ -46,7 +46,7 @@ class Cable:
         subprocess.run(["ip", "link", "del", self._name], capture_output=True, check=False)
 
     def limit(self, rate: str = "", loss: float = 0.0, delay: float = 0.0) -> None:
-        """Limit both directions: `rate` as in tc (1gbit), `loss` as share, `delay` in seconds. Lift other limits."""
+        """Limit both directions: `rate` as in tc (1gbit), `loss` as share, `delay` in seconds. Lifts earlier limits."""
         for where, device in (("", self._name), (f"{self._inside} ", "eth0")):
             self._clear(where, device)
             if rate:
@@ -65,7 +65,8 @@ class Cable:
         run(f"{where}ip link set {device} gso_max_segs 65535")
 
     def _lose(self, where: str, device: str, share: float) -> None:
-        """Drop incoming frames of the device. Segmentation offload is off, so that frames are as on a wire."""
+        """Drop a share of the device's incoming frames. Segmentation offload is off, so that frames are as
+        large as on a wire."""
         passes = min(2**32 - 1, round((1 - share) * 2**32))
         program = f"4,32 0 0 {_RANDOM},53 0 1 {passes},6 0 0 {_DROP},6 0 0 {_PASS}"
         run(f"{where}ip link set {device} gso_max_segs 1")

@@ -148,7 +148,7 @@ class HostsGraph(RunningGraph):
 
 
 async def _serves(place: Place, watch: GraphWatch) -> bool:
-    """Whether the instance is registered and, for a frontend, has a model."""
+    """Whether a frontend lists a model, or a worker is registered."""
     if place.role is Role.FRONTEND:
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             with suppress(httpx.HTTPError, ValueError):

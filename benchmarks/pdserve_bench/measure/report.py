@@ -28,8 +28,10 @@ from pdserve.util.errors import ConfigError
 Cell = str | float | int | None
 PIPE_WIDTH = 110
 """Characters per line of a table in a pipe; wide figures may exceed them."""
-_NAME, _BETWEEN = 50, 3
-"""Characters at which a text cell is folded, and characters between two columns."""
+_NAME = 50
+"""Characters at which a text cell is folded."""
+_BETWEEN = 3
+"""Characters between two columns."""
 
 
 @dataclass(frozen=True)

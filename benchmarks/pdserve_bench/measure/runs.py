@@ -66,7 +66,7 @@ class LoadRun:
     def summary(self, slo: Slo | None = None) -> dict[str, float]:
         """Return statistics: seconds, and requests or tokens per second. Gaps are between the tokens of a request
         (ITL); `longest gap` has one sample per request. Latencies cover finished requests; rates, those that finished
-        by `closes`; `kept` and `goodput`, all requests."""
+        by `closes`; `kept` (a share) and `goodput` (kept requests per second), all requests."""
         finished = self.of(Outcome.FINISHED)
         ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
         gaps = [gap for exchange in finished for gap in exchange.gaps]
@@ -208,7 +208,8 @@ def run_and_show(
 
 
 def run_until_stopped(work: Callable[[], Coroutine[None, None, object]]) -> bool:
-    """Run the work and return True. On a signal cancel it, await its cleanup, and return False. A second one kills."""
+    """Run the work and return True. On a signal cancel it, await its cleanup, and return False. A second signal ends
+    the cleanup."""
 
     async def stoppable() -> bool:
         task = asyncio.current_task()

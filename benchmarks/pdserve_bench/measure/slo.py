@@ -62,8 +62,9 @@ class Tally:
 
     kept: int = 0
     ttft: int = 0
-    """Broke only this bound; `gap` likewise; `both`: both bounds."""
+    """Broke only the bound of the TTFT."""
     gap: int = 0
+    """Broke only the bound of the gaps."""
     both: int = 0
     failed: int = 0
     unfinished: int = 0

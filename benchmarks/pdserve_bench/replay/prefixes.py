@@ -4,7 +4,7 @@
 
 Each graph has six engines: two decode and four prefill workers, or six workers that do both parts of a request. From
 each trace whole sessions are drawn, so that prefixes stay shared, and their lengths divided by 16. `one cache` is what
-an LRU cache of the four prefill workers' size finds in the same requests.
+one LRU cache, as large as those of the four prefill workers together, finds in these requests.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PREFILL, DECODE = 4, 2
 SHARED = 0.01
 """A block in more than this share of the requests is of a system prompt, not of a session."""
 LONGEST = 3500
-"""Tokens, shrunk, of the longest request."""
+"""Tokens of the longest request after shrinking."""
 SLO = Slo(2.0, 0.25)
 SPEED = {"prefill-rate": 1900.0, "step-seconds": 0.01, "lease": 12.0}
 REMOTE = {"remote-prefill": True, "policy": "adaptive"}

@@ -131,7 +131,7 @@ class ReplayResult:
             notes.append(f"Prefix hits: {100 * cached:.1f} % of the prompt tokens.")
         elif self.finished:
             notes.append(
-                "The server does not tell prefix hits: `enable-prompt-tokens-details: true` in `Processor`."
+                "The server does not report prefix hits: set `enable-prompt-tokens-details: true` in `Processor`."
             )
         sent = zip(self.run.exchanges, self.arrivals, strict=False)  # after Ctrl-C some were not sent
         late = [each.started - self.run.began - due for each, (due, _) in sent]

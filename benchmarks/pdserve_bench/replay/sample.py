@@ -20,8 +20,9 @@ class Sample:
     queued: int
     """Prefill requests that no worker has pulled."""
     decode_kv: float
-    """Mean share of the KV blocks in use, 0 to 1; `prefill_kv` likewise."""
+    """Mean share of the decode workers' KV blocks in use, 0 to 1."""
     prefill_kv: float
+    """Mean share of the prefill workers' KV blocks in use, 0 to 1."""
 
 
 async def sample(view: GraphView, found: list[Sample]) -> None:

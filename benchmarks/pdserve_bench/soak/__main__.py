@@ -54,7 +54,7 @@ from pdserve_bench.soak.usage import (
 )
 
 LENGTHS = {"sim": (8, 1200), "real": (8, 400)}
-"""Prompt lengths in tokens, below and above the threshold for remote prefill."""
+"""Shortest and longest prompt in tokens: below and above the threshold for remote prefill."""
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """glibc settings: freed memory is returned at once, so that resident memory is memory in use."""
 SETTLE = 60.0
@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="default: random requests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the samples of each round")
-    parser.add_argument("--speed", type=float, default=1.0, help="as many times as fast as recorded")
+    parser.add_argument("--speed", type=float, default=1.0, help="replay the trace this many times as fast")
     parser.add_argument("--shrink", type=int, default=16, help="divide the lengths of the trace by this")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

@@ -27,9 +27,11 @@ from pdserve_bench.measure.samples import percentile
 from pdserve_bench.options import numbers
 
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
-"""Short responses, so that streams of one worker rarely share a step: sharing saves messages in small graphs only."""
-SETTLE, IDLE = 6.0, 20.0
-"""Seconds from the warm-up to the measurement of the idle graph, and its length."""
+"""Short responses, so that a worker's streams rarely share a step: sharing would save messages in small graphs."""
+SETTLE = 6.0
+"""Seconds from the first requests to the measurement of the idle graph."""
+IDLE = 20.0
+"""Seconds for which the idle graph is measured."""
 KINDS = ("frontend", "decode", "prefill", "nats", "etcd", "serve")
 
 
@@ -83,9 +85,9 @@ class _Meter:
     etcd: EtcdMember
     http: httpx.AsyncClient
     pids: dict[int, str] = field(default_factory=dict)
-    """kinds of processes"""
+    """kind of process by pid"""
     ports: dict[int, str] = field(default_factory=dict)
-    """kinds of processes by the local ports of their TCP connections"""
+    """kind of process by the local port of its TCP connections"""
 
     async def learn(self) -> None:
         """Find the processes and their connections."""

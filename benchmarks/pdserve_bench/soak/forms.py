@@ -155,7 +155,7 @@ class _Pods(SoakedGraph):
         await self._until_ready(name)
 
     async def stop(self) -> None:
-        """Delete the pods, frontends first. Raises Unavailable if a role exits with an error."""
+        """Delete the roles' pods, frontends first. Raises Unavailable if a role exits with an error."""
         self._serving = []
         for kind in ("frontend", "decode", "prefill"):
             pods = {name: pod for name, pod in self._pods.items() if name.startswith(kind)}

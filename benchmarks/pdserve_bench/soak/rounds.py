@@ -28,10 +28,14 @@ ROUND = 20.0
 """Seconds of traffic in a round."""
 RESTART_AFTER = 5.0
 """Seconds of a round until a part is restarted."""
-RATE, PROMPT_TOKENS, ANSWER_TOKENS = 4.0, 400, 24
-"""Traffic without a trace, in requests per second at speed 1."""
-MIXED, LENGTHS = 24, (8, 1200)
-"""Requests of each round that end in every way, and their prompt lengths in tokens."""
+RATE = 4.0
+"""Requests per second at speed 1, without a trace."""
+PROMPT_TOKENS, ANSWER_TOKENS = 400, 24
+"""Lengths without a trace."""
+MIXED = 24
+"""Requests of `MixedLoad` in each round."""
+LENGTHS = (8, 1200)
+"""Their shortest and longest prompt in tokens."""
 TIMEOUT = 120.0
 """Seconds for each request."""
 IDLE_WITHIN = 60.0

@@ -39,7 +39,7 @@ class Usage:
     threads: int | None = None
     MiB: int | None = None
     kept: int | None = None
-    """Number of things that a server stores (NATS messages and consumers, etcd keys); of files in a folder."""
+    """Of a server, stored NATS messages and consumers, or etcd keys; of a folder, its files."""
     disk: int | None = None
     """MiB of files in the process's folder."""
 
@@ -77,8 +77,8 @@ def parts_of_serve(
 
 
 def part_alone(started: int, instances: Iterable[Instance], folder: Path | None = None) -> Part | None:
-    """Return the role that a manager started as this process; None if it is not registered. Pids in `instances` are of
-    the role's own pid namespace."""
+    """Return the role below the process that a manager started; None if it is not registered. Pids in `instances` are
+    of the role's own pid namespace."""
     by_pid = {instance.pid: instance for instance in instances}
     with suppress(psutil.Error, OSError):  # it has ended meanwhile
         parent = psutil.Process(started)

@@ -222,4 +222,4 @@ async def test_the_command_reports_all_requests(tmp_path: Path) -> None:
     assert found["complete"]
     assert re.search(r"QPS +10\.0000 reqs/s", out)
     assert "The server tells no usage" in out
-    assert "questions, some 2 s" in err
+    assert "questions, about 2 s" in err

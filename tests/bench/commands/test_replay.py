@@ -99,7 +99,8 @@ def test_the_report_counts_all_requests_and_tells_what_is_unknown() -> None:
     assert report.lead.startswith("3 requests: 2 finished, 1 failed, 0 unfinished. 33.3 % kept the SLO")
     notes = " ".join(report.notes)
     assert (
-        "The server does not tell prefix hits: `enable-prompt-tokens-details: true` in `Processor`" in notes
+        "The server does not report prefix hits: set `enable-prompt-tokens-details: true` in `Processor`"
+        in notes
     )
     assert "Requests were sent late, by 1.00 s (p99)" in notes
     assert "1 requests failed: HTTP 500 no" in notes
@@ -119,4 +120,4 @@ async def test_the_command_replays_at_any_server(tmp_path: Path) -> None:
     assert [asked.body["max_tokens"] for asked in tiny.chats[-2:]] == [4, 4]
     assert "1 left out: without an answer, or too long" in out
     assert "Over time" in out
-    assert "2 requests, some 0 s" in err
+    assert "2 requests, about 0 s" in err

@@ -93,7 +93,7 @@ def test_an_answer_comes_with_its_doubts() -> None:
     [
         ([together(), separate()], None, "1 prefill + 1 decode carries 9.45 (9 to 9.9) requests/s"),
         ([together(), separate()], None, "3.15 (3 to 3.3): 3 times as much"),
-        ([together(), separate()], None, "breaks first on gaps: prompts that are computed stall"),
+        ([together(), separate()], None, "breaks first on gaps: prompts that are computed delay"),
         ([together(), separate()], None, "prefill side, which is the bottleneck"),
         ([together(), separate(2.0, 2.2, GAPS)], None, "decode side is the bottleneck"),
         # a loser that was only screened may be nearly as good as its upper bound

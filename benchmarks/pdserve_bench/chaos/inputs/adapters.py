@@ -70,7 +70,7 @@ async def _until_listed(scene: Scene) -> None:
 
 ADAPTER_UNLOAD = Fault(
     "adapter-unload",
-    "a LoRA adapter is unloaded during its requests, three times; then one of their decode workers is killed",
+    "a LoRA adapter is unloaded during its requests, three times; the last time a decode worker is killed",
     unload,
     kills_decode=True,
 )

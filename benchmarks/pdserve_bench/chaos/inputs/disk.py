@@ -81,7 +81,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 async def remove_state(scene: Scene) -> float | None:
-    """Remove the state, then kill a process of each kind, whose restart needs the removed files."""
+    """Remove the state, then kill a worker of each role, NATS and etcd, whose restarts need the removed files."""
     running, folder = scene.running, scene.running.state_dir
     instances = await scene.watch.instances()
     victims = [
@@ -116,7 +116,7 @@ def _remove(path: Path) -> None:
 DISK_FULL = Fault("disk-full", "no space on the state directory's file system for --hold seconds", fill)
 STATE_LOST = Fault(
     "state-lost",
-    "all files and folders of the state directory are removed, and a process of each kind is killed",
+    "all files and folders of the state directory are removed; a worker of each role, NATS and etcd are killed",
     remove_state,
     kills_decode=True,
 )

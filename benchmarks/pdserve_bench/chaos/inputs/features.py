@@ -30,8 +30,10 @@ from pdserve_bench.graphs.launch import family
 from pdserve_bench.graphs.sections import read_sections
 
 Body = Mapping[str, object]
-AT_ONCE, LINES = 4, 24
-"""Concurrent requests of a feature; lines of a batch."""
+AT_ONCE = 4
+"""Concurrent requests of a feature."""
+LINES = 24
+"""Lines of a batch."""
 OUTPUT = 300
 """Output tokens: enough that a request still runs when its worker is killed."""
 POLL_INTERVAL = 0.01
@@ -131,7 +133,7 @@ async def _counted(scene: Scene, series: tuple[str, ...]) -> dict[str, float]:
 
 
 def _conversations(scene: Scene) -> list[Body]:
-    """Return chats whose last question is long enough for remote prefill."""
+    """Return prompts that continue a conversation by enough tokens for remote prefill."""
     dice = random.Random(scene.options.seed)
     prompts = [[dice.randint(300, 999) for _ in range(1400)] for _ in range(AT_ONCE)]
     return [completion(scene.running.graph.model, prompt, OUTPUT, cache_salt="kept") for prompt in prompts]
@@ -247,7 +249,7 @@ def _holder(file: Path) -> int:
 
 
 def _lacking(key: str) -> str:
-    return f"the graph's file has no {key}: --only with this row's name adds it"
+    return f"the graph's file has no {key}: name this fault with --only to add it"
 
 
 def _fault(name: str, told: str, feature: Trial, adds: Mapping[str, Body]) -> Fault:

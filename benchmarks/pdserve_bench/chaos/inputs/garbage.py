@@ -74,7 +74,7 @@ async def spread(scene: Scene) -> float | None:
     lines = _lines(logs) - before - quiet * (time.monotonic() - began)
     scene.say(f"about {max(0, lines):.0f} log lines because of the garbage")
     if lines > MAX_LOG_LINES:
-        scene.amiss.append(f"some {lines:.0f} lines of log about garbage")
+        scene.amiss.append(f"about {lines:.0f} log lines because of the garbage, more than {MAX_LOG_LINES}")
     if dead := [f"{port} of {owner}" for host, port, owner in ports if not _connects(host, port)]:
         scene.amiss.append(f"nothing listens any more on {', '.join(dead)}")
     return recovered
@@ -95,7 +95,8 @@ def _listening(processes: Sequence[psutil.Process]) -> Iterator[tuple[str, int, 
 
 
 def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
-    """Send each payload on its own connection: raw, as a ZeroMQ peer (for vLLM's side channel), and as a frontend."""
+    """Send each payload raw on its own connection, then all as a ZeroMQ peer (for vLLM's side channel) and as a
+    frontend."""
     for payload in everything:
         _send(host, port, lambda end, raw=payload: end.sendall(raw))  # type: ignore[misc]
     _send(host, port, lambda end: _as_zeromq(end, [[payload] for payload in everything]))
@@ -198,7 +199,7 @@ def _lines(folder: Path) -> int:
 
 
 async def _lines_per_second(folder: Path) -> float:
-    """Measure the log lines of the load alone."""
+    """Measure the log lines that the load causes without garbage."""
     before, began = _lines(folder), time.monotonic()
     await asyncio.sleep(2)
     return (_lines(folder) - before) / (time.monotonic() - began)

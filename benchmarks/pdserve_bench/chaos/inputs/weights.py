@@ -62,7 +62,8 @@ async def _learn(scene: Scene) -> None:
 
 @contextmanager
 def _other_weights(folder: Path) -> Iterator[None]:
-    """Write new files instead of overwriting the old ones, because running engines may map those."""
+    """Change the weights until the context exits. Replaces files instead of overwriting them, because running engines
+    may map them."""
     before = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
     try:
         for path, data in before.items():

@@ -52,9 +52,9 @@ class Harm(StrEnum):
 
 
 CORE = "VLLM::EngineCor"
-"""The process name as Linux truncates it."""
+"""Process name of an engine core, as Linux truncates it."""
 IN_A_ROW = 0.5
-"""Seconds until requests have moved to the next victim."""
+"""Seconds between kills of engine cores, so that requests move to the next victim."""
 _WHOM = {
     Target.PREFILL: "one prefill worker",
     Target.DECODE: "one decode worker",
@@ -67,7 +67,7 @@ _WHOM = {
 }
 _WHAT = {
     Harm.KILL: "SIGKILL",
-    Harm.CORE_KILL: f"SIGKILL of the engine core, {IN_A_ROW:g} s apart",
+    Harm.CORE_KILL: f"SIGKILL of the engine core (several: {IN_A_ROW:g} s apart)",
     Harm.HANG: "SIGSTOP, and SIGCONT after --hold seconds",
     Harm.CUT: "no packet in or out for --hold seconds",
     Harm.DAMAGE: "SIGKILL, then a restart with each file cut to half its size, all zeros",

@@ -52,7 +52,8 @@ def _clusters(scene: Scene) -> Clusters:
 
 
 async def _led(clusters: Clusters) -> list[ClusterInfo]:
-    """Return the replicas of the prefill queue's stream and consumer as a member reports them; empty if none does."""
+    """Return leader and replicas of the prefill queue's stream, then of its consumer, as a member reports them; empty
+    if none does."""
     for member in clusters.nats:
         with suppress(*PASSING, ValueError):
             async with short_connection(member.url) as client:
@@ -177,7 +178,7 @@ def _victim(scene: Scene, member: EmbeddedServer) -> Victim:
 
 
 async def _until_whole(clusters: Clusters) -> None:
-    """Wait until all members have the same data."""
+    """Wait until etcd's members are healthy and NATS's replicas are current."""
     async with asyncio.timeout(WHOLE_WITHIN):
         while not await _whole(clusters):  # noqa: ASYNC110 (polls servers)
             await asyncio.sleep(POLL_INTERVAL)

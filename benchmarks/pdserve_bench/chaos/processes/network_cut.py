@@ -40,8 +40,8 @@ class Cannot(Exception):
 @asynccontextmanager
 async def cut_off(group: int, others: Iterable[int], port: int = 0) -> AsyncIterator["Cut"]:
     """Cut the group until the context exits. `others`: known processes at the far ends; this process is always
-    included. With `port`, cut only connections to it, and let its listener accept none. Raises Cannot before anything
-    is cut."""
+    included. With `port`, cut only connections to it, and let its listener accept none. If this raises Cannot, nothing
+    stays cut."""
     cut = Cut(group, others, port)
     try:
         cut.extend()
@@ -161,7 +161,7 @@ def _ends(pid: int) -> Iterator[tuple[int, int, Address, Address | None]]:
 
 
 def _duplicate(pid: int, fd: int) -> socket.socket | None:
-    """Return None if the process or its descriptor is gone."""
+    """Return None if the process has ended or closed the descriptor."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -20,11 +20,13 @@ from pdserve_bench.chaos.questions import simulated
 from pdserve_bench.chaos.scene import Fault, Scene
 
 FOLDER = "PDSERVE_STOPPED_CLOCKS"
-"""Environment variable with the folder of these files, named by process id."""
+"""Environment variable: the folder of the processes' files, named by process id."""
 PAUSE_SECONDS, SIMULATED_PAUSE_SECONDS = 40.0, 16.0
 """Seconds of the pause: longer than the KV leases of real and of simulated engines."""
-BURST, BURST_LEAD = 16, 0.25
-"""Requests sent at once, and how many seconds before the pause, so that their prefill results arrive during it."""
+BURST = 16
+"""Requests sent at once before the pause."""
+BURST_LEAD = 0.25
+"""Seconds from the burst to the pause, so that prefill results arrive during the pause."""
 _LIBRARY = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>

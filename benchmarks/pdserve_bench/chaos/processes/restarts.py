@@ -115,7 +115,7 @@ async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
-    scene.say(f"all processes were gone after {time.monotonic() - killed:.1f} s")
+    scene.say(f"all processes had ended after {time.monotonic() - killed:.1f} s")
     if not guardian:
         await running.start()
     await scene.watch.move(running.graph)
