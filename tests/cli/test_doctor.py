@@ -1,5 +1,6 @@
 """The checks of `pdserve doctor`, against real servers."""
 
+import asyncio
 import os
 import re
 import socket
@@ -96,6 +97,30 @@ async def test_a_full_etcd_is_reported_with_advice(
 async def _joins(etcd: str) -> None:
     async with connect(etcd, "pdserve", patient=True):
         pass
+
+
+async def test_the_documented_commands_make_room_in_a_full_etcd(
+    tmp_path: Path, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As typed from docs/operations.md, with an address that the certificate does not name."""
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    block = page.partition("### A full etcd")[2].split("```")[1]
+    commands = "\n".join(line.removeprefix("$ ") for line in block.splitlines()[1:])
+    monkeypatch.setattr(SmallEtcd, "host", "127.0.0.2")
+    async with SmallEtcd(tmp_path, credentials=credentials) as server:
+        await server.fill_up()
+        assert (await of_etcd(server.url, credentials))[0].grade == "fail"
+        ours = {
+            "/opt/pdserve/current/bin": str(Path(sys.executable).parent),
+            "10.0.0.5:2379": server.url,
+            "/etc/pdserve/credentials": str(credentials.folder),
+        }
+        for theirs, own in ours.items():
+            assert theirs in commands
+            commands = commands.replace(theirs, own)
+        shell = await asyncio.create_subprocess_exec("bash", "-euc", commands, env={"PATH": os.defpath})
+        assert await shell.wait() == 0
+        assert (await of_etcd(server.url, credentials))[0].grade == "ok"
 
 
 async def test_servers_accept_only_their_own_credentials(
