@@ -66,7 +66,7 @@ def find_graph(
     if file and not etcd:
         config = load(file)
         if config.etcd is None:
-            return _on(config.state_dir)
+            return _on(config.state_dir, file)
         return GraphAddress(
             config.etcd,
             config.namespace,
@@ -90,7 +90,8 @@ async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
         except RegistryUnavailable as error:
             if _known(graph) is None:
                 needs = "" if graph.credentials else ", or it needs --credentials"
-                advice = "" if registry.refusal else f": no graph runs there, or its etcd is down{needs}"
+                down = "its etcd is down or hangs (start it again; nothing else needs a restart)"
+                advice = "" if registry.refusal else f": no graph runs there, or {down}{needs}"
                 raise NoGraph(f"{error}{advice}.") from None
             opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False, lambda: registry.refusal)
         yield opened
@@ -107,13 +108,17 @@ def _known(graph: GraphAddress) -> Snapshot | None:
     return state.read_snapshot(graph.state_dir) if graph.state_dir and running_here(graph) else None
 
 
-def _on(state_dir: Path) -> GraphAddress:
+def _on(state_dir: Path, file: Path | None = None) -> GraphAddress:
+    """Return the graph that `serve` runs on this state directory. `file` was given, and names no etcd."""
     graph = state.read(state_dir)
     if graph is None:
-        raise NoGraph(
-            f"no graph runs on {state_dir}: start one with `{pdserve_command('serve -f FILE')}`, or say which one with "
-            "-f FILE or --etcd HOST:PORT."
-        )
+        serve = pdserve_command(f"serve -f {file or 'FILE'}")
+        start = f"start one with `{serve}`"
+        if file is None:
+            which = "say which one with -f FILE or --etcd HOST:PORT"
+            raise NoGraph(f"no graph runs on {state_dir}: {start}, or {which}.")
+        which = "name the etcd of one: Graph.etcd, --etcd, or PDSERVE_ETCD (systemd's: `set -a; . /etc/pdserve/env`)"
+        raise NoGraph(f"{file} names no etcd, and no graph runs on {state_dir}: {start}, or {which}.")
     return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials(), state_dir)
 
 

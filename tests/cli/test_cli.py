@@ -242,9 +242,25 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 0.5)
     away = pdserve("status", "--etcd", "127.0.0.1:1")
     assert (away.returncode, "no etcd answers at 127.0.0.1:1" in away.stderr) == (1, True)
-    assert "or its etcd is down, or it needs --credentials." in away.stderr
+    assert "or its etcd is down or hangs (start it again; " in away.stderr
+    assert away.stderr.endswith("), or it needs --credentials.\n")
     empty = pdserve("status", "--etcd", etcd_url, "--namespace", namespace)
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
+
+
+def test_a_file_without_addresses_does_not_say_which_graph_is_meant(
+    pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The units' addresses are in their env file, which a shell has to read first."""
+    (file := tmp_path / "graph.yaml").write_text("VllmWorker: {model: demo, engine: sim}\n")
+    missing = pdserve("status", "-f", file)
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert f"{file} names no etcd, and no graph runs on {tmp_path / 'state'}" in missing.stderr
+    assert "PDSERVE_ETCD (systemd's: `set -a; . /etc/pdserve/env`)" in missing.stderr
+    assert "say which one" not in missing.stderr
+    monkeypatch.setenv("PDSERVE_ETCD", "127.0.0.1:1")
+    monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 0.5)
+    assert "no etcd answers at 127.0.0.1:1" in pdserve("status", "-f", file).stderr
 
 
 def test_an_empty_variable_for_the_state_directory_is_ignored(
