@@ -22,8 +22,8 @@ BACKLOG = Gauge(
 )
 USABLE_WORKERS = Gauge(
     "pdserve_usable_workers",
-    "workers to which this process would send requests now; `role`: `decode` (in frontends, without stand-ins), "
-    "`prefill` (in decode workers)",
+    "workers to which this process would send requests now; `role`: `decode` (in frontends, without stand-ins; NaN "
+    "while its tokenizer loads), `prefill` (in decode workers)",
     ["model", "role"],
 )
 

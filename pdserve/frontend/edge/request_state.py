@@ -25,6 +25,7 @@ MAX_WHY = 300
 LONGEST = 1e6
 """Most seconds of a hop's start and duration; a worker's larger values are cut to this."""
 NO_WORKER = "no decode worker is available"
+LOADING = "this frontend loads the model's tokenizer"
 PAUSED = "preempted for another client"
 CLIENT_LEFT = 499
 """Status of a request whose client left."""

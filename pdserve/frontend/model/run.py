@@ -14,6 +14,7 @@ from pdserve.frontend.edge.connections import CHUNKS, UNREAD
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
 from pdserve.frontend.edge.request_state import (
+    LOADING,
     NO_WORKER,
     SHUTTING_DOWN,
     RequestFailure,
@@ -40,6 +41,9 @@ def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestSt
     if len(body.raw) > most:
         raise HttpError(413, f"the request body is larger than {most} bytes")
     if state.path in GENERATING:
+        if model.is_loading:
+            state.hops.released()  # it may have been held because no decode worker had registered
+            state.hops.held(LOADING)
         state.hops.held("" if model.usable_workers else NO_WORKER)
         admission = model.admission.enter(client, body.size, state.deadline, is_flex=body.is_flex)
         state.admission = admission

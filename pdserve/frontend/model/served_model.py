@@ -98,7 +98,15 @@ class ServedModel:
     def _count_links(self, up: bool) -> int:
         return sum(link.up == up for link in self.links())
 
-    def _count_decode_workers(self) -> int:
+    @property
+    def is_loading(self) -> bool:
+        """Whether this frontend loads its tokenizer and configuration for the first time."""
+        return bool(self.card.model) and not self.settled.is_set()  # a placeholder names no model
+
+    def _count_decode_workers(self) -> float:
+        """NaN while the model is loaded: then no worker can be used, though decode workers may be there."""
+        if self.is_loading:
+            return float("nan")
         return self.processor.workers.usable_decode_workers if self.processor is not None else 0
 
     def links(self) -> list[LinkState]:

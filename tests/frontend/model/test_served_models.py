@@ -4,10 +4,12 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import shutil
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +29,7 @@ from pdserve.stream.archives import archive_name, pack_model
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, card, running_graph
 from tests.frontend.model.echo import EchoWorker
+from tests.frontend.observability.test_receipts import newest
 from tests.frontend.sequence.test_moving import RED
 from tests.frontend.test_generate import complete, completion
 from tests.memory.registry import MemoryRegistry
@@ -89,8 +92,10 @@ async def test_other_models_are_served_beside_a_card_that_fails(
 
 
 async def test_a_listed_model_is_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its processor is being built a model is not listed, and its requests wait."""
+    """While its processor is being built a model is not listed, and its requests wait. Its number of usable workers is
+    unknown (NaN), so that no alert says that it has none."""
     build = asyncio.Event()
+    usable = partial(REGISTRY.get_sample_value, "pdserve_usable_workers", {"model": "slow", "role": "decode"})
 
     @asynccontextmanager
     async def slowly(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
@@ -103,10 +108,16 @@ async def test_a_listed_model_is_ready(graph: Graph, monkeypatch: pytest.MonkeyP
         await until(lambda: "slow" in [card.name for card in graph.models.known()])
         before = await names(graph)
         request = asyncio.create_task(complete(graph, model="slow"))
+        await until(lambda: graph.models.report().waiting == 1)
+        number, why = usable(), newest(graph).hops[-1].why
         build.set()
         await worker.until(lambda: worker.hello)
         after = await names(graph)
         answer = await request
+        assert usable() == 1
+    assert number is not None
+    assert math.isnan(number)
+    assert why == "this frontend loads the model's tokenizer"
     assert "slow" not in before
     assert "slow" in after
     assert answer.status_code == 200
