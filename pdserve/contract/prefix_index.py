@@ -1,10 +1,12 @@
-"""Prefix index: which workers have which prefixes cached, from their reports (`messages.PrefixesChanged`). Frontends
-that route by `kv` index the decode workers; decode workers index the prefill workers."""
+"""Prefix index: which workers have which prefixes cached, from their reports (`messages.PrefixesChanged`) and from
+the prompts that they got from this process. Frontends that route by `kv` index the decode workers; decode workers index
+the prefill workers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from pdserve.contract.messages import PrefixesChanged
-from pdserve.contract.prefixes import PromptImage, block_names, image_keys, root_name
+from pdserve.contract.prefixes import MAX_REPORTED, PromptNames, report_stride
 
 
 class PrefixIndex:
@@ -16,6 +18,9 @@ class PrefixIndex:
         """by block size and stride, then by name: the workers with that prefix"""
         self._reported: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
         """by worker: block size and stride, and the names in its reports"""
+        self._expected: dict[str, dict[bytes, None]] = {}
+        """by worker: names of prompts that it got from this process, and that it has not reported since, oldest first;
+        they are in `_reported`, too"""
 
     def __len__(self) -> int:
         """Number of names, counted for each worker."""
@@ -26,18 +31,47 @@ class PrefixIndex:
 
     def apply(self, worker: str, change: PrefixesChanged) -> None:
         if change.whole or worker not in self._reported:
-            self.forget(worker)
+            self._forget_reported(worker)
             self._reported[worker] = (change.block_size, change.stride), set()
+        expected = self._expected.get(worker, {})
+        for name in (*change.stored, *change.removed):
+            expected.pop(name, None)
+        self._add(worker, change.stored)
+        self._remove(worker, change.removed)
+
+    def _add(self, worker: str, names: Iterable[bytes]) -> None:
         shape, reported = self._reported[worker]
         holders, new = self._holders.setdefault(shape, {}), (worker,)
-        for name in change.stored:
+        for name in names:
             if name not in reported:
                 reported.add(name)
                 holders[name] = holders[name] + new if name in holders else new
-        self._remove(worker, change.removed)
+
+    def expect(self, worker: str, prompt: PromptNames, block_size: int, kv_blocks: int) -> None:
+        """Count a prompt's prefixes as cached at the worker that will compute it, before the worker reports them:
+        prompts with a common prefix often come together. The oldest are forgotten if the worker's cache, of `kv_blocks`
+        blocks, cannot hold all, because the worker may never compute or report them."""
+        stride = report_stride(kv_blocks)
+        shape, reported = self._reported.setdefault(worker, ((block_size, stride), set()))
+        expected = self._expected.setdefault(worker, {})
+        if shape != (block_size, stride):
+            return
+        names = [*islice(prompt.of(block_size), stride - 1, None, stride)]
+        for name in reversed(names):  # as in a cache, the end of a prompt is older than its beginning
+            if expected.pop(name, name) is None or name not in reported:
+                expected[name] = None
+        self._add(worker, names)
+        old = [*islice(expected, max(0, len(expected) - min(MAX_REPORTED, kv_blocks // stride)))]
+        for name in old:
+            del expected[name]
+        self._remove(worker, old)
 
     def forget(self, worker: str) -> None:
         """Remove a worker with its names."""
+        self._expected.pop(worker, None)
+        self._forget_reported(worker)
+
+    def _forget_reported(self, worker: str) -> None:
         if worker in self._reported:
             self._remove(worker, list(self._reported[worker][1]))
             del self._reported[worker]
@@ -56,16 +90,13 @@ class PrefixIndex:
         if not holders:
             self._holders.pop(shape, None)
 
-    def cached(
-        self, prompt: Sequence[int], salt: str | None, adapter: int = 0, images: Sequence[PromptImage] = ()
-    ) -> dict[str, int]:
+    def cached(self, prompt: PromptNames) -> dict[str, int]:
         """Return by worker the number of leading prompt tokens that it has cached; workers with none are left out.
         Walks the prompt only as far as any worker has it."""
         found: dict[str, int] = {}
         for (block_size, stride), holders in self._holders.items():
             levels: list[tuple[str, ...]] = []
-            first, end, shown = root_name(salt, adapter), len(prompt) - 1, image_keys(images, block_size)
-            for block, name in enumerate(block_names(prompt, block_size, first, end, shown), 1):
+            for block, name in enumerate(prompt.reusable(block_size), 1):
                 if block % stride == 0:
                     if name not in holders:
                         break

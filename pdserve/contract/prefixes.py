@@ -8,7 +8,7 @@ name costs only time, because each engine finds its prefix hits by its own hashe
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import islice, takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -79,6 +79,33 @@ def image_keys(images: Iterable[PromptImage], block_size: int) -> dict[int, byte
 def image_key(name: str, offset: int) -> bytes:
     """Return the key of an image that begins `offset` tokens after a block's first token (below 0: before it)."""
     return f"{name}@{offset};".encode()
+
+
+class PromptNames:
+    """The names of a prompt's blocks, each hashed at most once, when it is first asked for."""
+
+    def __init__(
+        self, prompt: Sequence[int], salt: str | None, adapter: int = 0, images: Iterable[PromptImage] = ()
+    ) -> None:
+        self._prompt, self._root, self._images = prompt, root_name(salt, adapter), images
+        self._of: dict[int, tuple[list[bytes], Iterator[bytes]]] = {}
+        """By block size: the names so far, and an iterator over the others."""
+
+    def of(self, block_size: int) -> Iterator[bytes]:
+        """Yield the names of the prompt's full blocks."""
+        if block_size not in self._of:
+            shown = image_keys(self._images, block_size)
+            self._of[block_size] = [], block_names(self._prompt, block_size, self._root, shown=shown)
+        known, others = self._of[block_size]
+        yield from known
+        for name in others:
+            known.append(name)
+            yield name
+
+    def reusable(self, block_size: int) -> Iterator[bytes]:
+        """Yield the names of the blocks that may come from a cache. As in vLLM, the prompt's last token never does,
+        because it must be computed."""
+        return islice(self.of(block_size), (len(self._prompt) - 1) // block_size if self._prompt else 0)
 
 
 def report_stride(blocks: int) -> int:
@@ -166,23 +193,12 @@ class CachedPrefixes:
         for follower in self._changed.values():
             follower.update(names)
 
-    def hit(
-        self,
-        prompt: Sequence[int],
-        salt: str | None,
-        adapter: int = 0,
-        images: Iterable[PromptImage] = (),
-        *,
-        host: bool = True,
-    ) -> int:
-        """Return the number of leading prompt tokens in the cache and, with `host`, in host memory. As in vLLM, the
-        last token never counts, because it must be computed."""
+    def hit(self, prompt: PromptNames, *, host: bool = True) -> int:
+        """Return the number of leading prompt tokens in the cache and, with `host`, in host memory."""
         if not self._copies:
             return 0
         is_cached = self._copies.__contains__ if host or not self._host else self._in_cache
-        shown = image_keys(images, self.block_size)
-        prefixes = block_names(prompt, self.block_size, root_name(salt, adapter), len(prompt) - 1, shown)
-        return self.block_size * sum(1 for _ in takewhile(is_cached, prefixes))
+        return self.block_size * sum(1 for _ in takewhile(is_cached, prompt.reusable(self.block_size)))
 
     def _in_cache(self, name: bytes) -> bool:
         return self._copies.get(name, 0) > (name in self._host)

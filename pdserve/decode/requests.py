@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.contract.messages import KvHandle, Placed, PrefillDone, PrefillFailed, Promise, Submit
+from pdserve.contract.prefixes import PromptNames
 from pdserve.decode.hops import RequestHops
 from pdserve.decode.policy.cost import PrefixChoice
 from pdserve.decode.policy.decision import Decision
@@ -71,6 +72,8 @@ class DecodeRequest:
     """The prefill worker to which the prompt is sent because of its prefix cache; None: any worker may compute it."""
     begun: asyncio.Future[bool] | None = None
     """While `prefix`: whether that worker has begun it. False: it will not."""
+    names: PromptNames | None = None
+    """Names of the prompt's blocks; None if no other engine may prefill it, or before the decision."""
     prefix_hit: int = 0
     """Prompt tokens in this engine's prefix cache at the decision."""
     read_ahead: KvHandle | None = None

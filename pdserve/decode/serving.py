@@ -144,11 +144,13 @@ class RequestRunner:
         """Choose local or remote prefill. Estimates for later requests count this request from here on."""
         submit, settings = request.submit, self.settings.current
         prompt, depth = len(submit.prompt), self.remote.publisher.ahead(submit.client)
-        hit = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
-        request.prefix_hit = hit or 0
+        if settings.remote_prefill:
+            request.names = self.engine.prompt_names(submit.prompt, submit.body)
+        cache = self.engine.prefixes
+        request.prefix_hit = cache.hit(request.names) if request.names else 0
         workers = self.workers.available()
         estimates = None
-        cached = self.prefixes.cached(request, workers) if settings.remote_prefill else {}
+        cached = self.prefixes.cached(request, workers)
         if settings.remote_prefill and (settings.policy == "adaptive" or cached):
             compute, ids = prompt - request.prefix_hit, [worker.id for worker in workers]
             estimates = self.estimator.of(request, compute, prompt, ids, cached)
@@ -159,7 +161,7 @@ class RequestRunner:
             len(workers),
             self.queue.connected,
             settings,
-            supported=hit is not None,
+            supported=request.names is not None,
             migrated=submit.migrated,
             fits=self.remote.fits(submit, longest_prompt(workers)),
             estimates=estimates,
@@ -175,7 +177,7 @@ class RequestRunner:
         asyncio.get_running_loop().call_soon(log)
         if decision.mode == "remote":
             if request.prefix_hit:  # with remote KV, vLLM reads no blocks from host memory
-                request.prefix_hit = self.engine.prefix_hit(submit.prompt, submit.body, host=False) or 0
+                request.prefix_hit = cache.hit(request.names, host=False) if request.names else 0
             request.remote_tokens = prompt
             if decision.reason == PREFIX and estimates is not None and estimates.prefix is not None:
                 request.prefix = estimates.prefix

@@ -78,7 +78,7 @@ class DecodeWorker(EngineWorker):
             self.id, config.served_model_name, engine, queue, self.view, self.requests
         )
         self._links = KvLinks(self._workers, self.requests)
-        self._prefixes = PrefillPrefixIndex(engine, queue, self._workers, config.decode.prefill_by_prefix)
+        self._prefixes = PrefillPrefixIndex(queue, self._workers, config.decode.prefill_by_prefix)
         self._publisher = PromptPublisher(queue, self._workers)
         self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links, self._publisher)
         self._answers = AnswerReader(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.prefixes import CachedPrefixes, PrefixKey
+from pdserve.contract.prefixes import CachedPrefixes, PrefixKey, PromptNames
 from pdserve.engine.lora import AdapterEngine
 from pdserve.runtime.tasks import Lifetime
 
@@ -201,11 +201,16 @@ class Engine(Lifetime, AdapterEngine):
         the prompt, because the request needs more of it than the KV of its token ids (prompt logprobs, embeddings):
         such a request is generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
 
-    def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
-        """How many leading tokens of the prompt have their KV in this engine's prefix cache or, with `host`, in host
-        memory. An estimate: it may be stale. None and errors as of `prefix_key`."""
+    def prompt_names(self, prompt: list[int], body: list[bytes]) -> PromptNames | None:
+        """The names of the prompt's blocks. None and errors as of `prefix_key`."""
         key = self.prefix_key(body)
-        return None if key is None else self.prefixes.hit(prompt, *key, host=host)
+        return None if key is None else PromptNames(prompt, *key)
+
+    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
+        """How many leading tokens of the prompt have their KV in this engine's prefix cache or in host memory. An
+        estimate: it may be stale. None and errors as of `prefix_key`."""
+        names = self.prompt_names(prompt, body)
+        return None if names is None else self.prefixes.hit(names)
 
     @property
     @abstractmethod

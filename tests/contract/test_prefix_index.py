@@ -1,8 +1,11 @@
+from hashlib import blake2b
+
 import pytest
 
+from pdserve.contract import prefixes
 from pdserve.contract.messages import PrefixesChanged
 from pdserve.contract.prefix_index import PrefixIndex
-from pdserve.contract.prefixes import block_names, root_name
+from pdserve.contract.prefixes import PromptNames, block_names, root_name
 
 PROMPT = list(range(100))
 
@@ -46,18 +49,55 @@ def index(*changes: tuple[str, PrefixesChanged]) -> PrefixIndex:
 def test_how_much_of_a_prompt_workers_have_cached(
     changes: list[tuple[str, PrefixesChanged]], expected: dict[str, int]
 ) -> None:
-    assert index(*changes).cached(PROMPT, None) == expected
+    assert index(*changes).cached(PromptNames(PROMPT, None)) == expected
+
+
+def test_a_prompt_counts_as_cached_where_it_will_be_computed() -> None:
+    found, other = PrefixIndex(), PromptNames([7, *PROMPT], None)
+    found.expect("a", PromptNames(PROMPT, None), 8, kv_blocks=14)
+    assert found.cached(PromptNames(PROMPT, None)) == {"a": 96}
+    found.apply("a", change([8, 16, 24]))
+    found.expect("a", other, 8, kv_blocks=14)
+    assert found.cached(other) == {"a": 96}
+    assert found.cached(PromptNames(PROMPT, None)) == {"a": 40}, "the end of the older prompt is forgotten"
+    for number in range(100):
+        found.expect("a", PromptNames([number], None), 8, kv_blocks=14)
+        found.expect("a", PromptNames([number] * 8, None), 8, kv_blocks=14)
+    assert len(found) == 3 + 14
+    assert found.cached(PromptNames(PROMPT, None)) == {"a": 24}, (
+        "what was reported stays until the worker reports it"
+    )
+    found.apply("a", change([], [24]))
+    assert found.cached(PromptNames(PROMPT, None)) == {"a": 16}
+    found.forget("a")
+    assert (len(found), found._expected) == (0, {})
+
+
+def test_names_of_a_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def counted(block: bytes, *, digest_size: int) -> object:
+        hashed.append(block)
+        return blake2b(block, digest_size=digest_size)
+
+    monkeypatch.setattr(prefixes, "blake2b", counted)
+    names = PromptNames(PROMPT, None)
+    first = next(names.of(8))
+    assert len(hashed) == 1
+    assert list(names.of(8)) == list(names.of(8)) == list(names.reusable(8))
+    assert (next(names.of(8)), len(hashed)) == (first, 12)
+    assert len(list(PromptNames(PROMPT[:96], None).reusable(8))) == 11
 
 
 def test_the_last_token_is_never_cached_and_other_prompts_and_salts_do_not_match() -> None:
     found = index(("a", change([8, 16, 24])))
-    assert found.cached(PROMPT[:24], None) == {"a": 16}
-    assert found.cached(PROMPT[:8], None) == found.cached([], None) == {}
-    assert found.cached([*PROMPT[:10], 7, *PROMPT[11:]], None) == {"a": 8}
-    assert found.cached(PROMPT, "salt") == {}
+    assert found.cached(PromptNames(PROMPT[:24], None)) == {"a": 16}
+    assert found.cached(PromptNames(PROMPT[:8], None)) == found.cached(PromptNames([], None)) == {}
+    assert found.cached(PromptNames([*PROMPT[:10], 7, *PROMPT[11:]], None)) == {"a": 8}
+    assert found.cached(PromptNames(PROMPT, "salt")) == {}
     found.apply("b", PrefixesChanged(8, 1, list(block_names(PROMPT, 8, root_name("salt"))), []))
-    assert found.cached(PROMPT, None) == {"a": 24}
-    assert found.cached(PROMPT, "salt") == {"b": 96}
+    assert found.cached(PromptNames(PROMPT, None)) == {"a": 24}
+    assert found.cached(PromptNames(PROMPT, "salt")) == {"b": 96}
 
 
 def test_a_forgotten_worker_has_no_entries() -> None:
@@ -67,7 +107,7 @@ def test_a_forgotten_worker_has_no_entries() -> None:
     found.apply("sized", change([], size=64, whole=True))
     for worker in ("a", "c", "unknown", "a", "empty", "sized"):
         found.forget(worker)
-    assert found.cached(PROMPT, None) == {"b": 8}
+    assert found.cached(PromptNames(PROMPT, None)) == {"b": 8}
     found.forget("b")
     found.apply("empty", change([], whole=True))
     found.apply("new", change([], whole=True))

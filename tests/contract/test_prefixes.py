@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.contract.prefixes import MAX_REPORTED, CachedPrefixes, block_names, root_name
+from pdserve.contract.prefixes import MAX_REPORTED, CachedPrefixes, PromptNames, block_names, root_name
 
 
 def cached(blocks: int, block_size: int, prompt: list[int], salt: str | None = None) -> CachedPrefixes:
@@ -46,10 +46,10 @@ def test_names_are_the_same_in_every_process_and_version() -> None:
     ],
 )
 def test_leading_cached_blocks_are_a_hit(prompt: list[int], salt: str | None, hit: int) -> None:
-    assert cached(100, 8, list(range(40))).hit(prompt, salt) == hit
-    assert cached(100, 8, list(range(40)), "other").hit(prompt, salt) == 0
+    assert cached(100, 8, list(range(40))).hit(PromptNames(prompt, salt)) == hit
+    assert cached(100, 8, list(range(40)), "other").hit(PromptNames(prompt, salt)) == 0
     if salt:
-        assert cached(100, 8, list(range(40)), salt).hit(prompt, salt) == 40
+        assert cached(100, 8, list(range(40)), salt).hit(PromptNames(prompt, salt)) == 40
 
 
 def test_each_change_is_reported_once_and_copies_count_as_one() -> None:
@@ -67,7 +67,7 @@ def test_each_change_is_reported_once_and_copies_count_as_one() -> None:
     assert set(prefixes.known()) == {first, second}
     prefixes.clear()
     assert set(prefixes.changes("frontends")[1]) == {first, second}
-    assert prefixes.hit(list(range(24)), None) == 0
+    assert prefixes.hit(PromptNames(list(range(24)), None)) == 0
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_large_cache_reports_every_nth_block(blocks: int, stride: int) -> None
     assert prefixes.stride == stride
     told = list(block_names(list(range(64)), 1))[stride - 1 :: stride]
     assert set(prefixes.known()) == set(told)
-    assert prefixes.hit(list(range(64)), None) == 63
+    assert prefixes.hit(PromptNames(list(range(64)), None)) == 63
 
 
 def test_only_the_newest_blocks_of_host_memory_are_reported() -> None:

@@ -116,6 +116,6 @@ async def test_blocks_only_in_host_memory_are_read_from_the_prefill_worker_too(
         skipped.append(skip)
 
     monkeypatch.setattr(graph.decode_engine, "read_ahead", note)
-    monkeypatch.setattr(graph.decode_engine, "prefix_hit", lambda *_, host=True: 64 if host else 16)
+    monkeypatch.setattr(graph.decode_engine.prefixes, "hit", lambda _, host=True: 64 if host else 16)
     assert (await frontend.ask(LONG)).way[0] == "remote"
     assert set(skipped) == {16}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.contract.prefixes import PromptImage
+from pdserve.contract.prefixes import PromptImage, PromptNames
 from pdserve.contract.records import Role
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
@@ -61,7 +61,7 @@ def mirror(*events: object) -> CacheMirror:
     ],
 )
 def test_events_change_the_known_prefixes(events: list[object], salt: str | None, hit: int) -> None:
-    assert mirror(*events).prefixes.hit(PROMPT, salt) == hit
+    assert mirror(*events).prefixes.hit(PromptNames(PROMPT, salt)) == hit
 
 
 def test_events_of_adapters_count_for_their_adapter() -> None:
@@ -73,12 +73,12 @@ def test_events_of_adapters_count_for_their_adapter() -> None:
     )
     hits = [("salt", 7, 24), (None, 7, 0), ("salt", 0, 0), (None, 10, 8), ("salt", 10, 0), (None, 0, 0)]
     for salt, adapter, hit in hits:
-        assert cache.prefixes.hit(PROMPT, salt, adapter) == hit
+        assert cache.prefixes.hit(PromptNames(PROMPT, salt, adapter)) == hit
 
 
 def test_blocks_only_in_host_memory_are_no_hit_in_the_cache() -> None:
     events = [stored([1, 2], PROMPT[:16]), in_host([1, 2]), api.BlockRemoved([2], "GPU")]
-    assert mirror(*events).prefixes.hit(PROMPT, None, host=False) == 8
+    assert mirror(*events).prefixes.hit(PromptNames(PROMPT, None), host=False) == 8
     cache = mirror(*events, api.BlockRemoved([1], "GPU"), api.BlockRemoved([1, 2], "CPU"))
     assert (cache._blocks, cache.prefixes.known()) == ({}, [])
 
@@ -90,8 +90,8 @@ def test_events_of_images_count_for_prompts_with_them() -> None:
     red, blue = PromptImage("red", 4, 8), PromptImage("blue", 13, 2)
     cases = [((red, blue), 24), ((), 0), ((red,), 8), ((blue, red), 8), ((red, blue._replace(start=12)), 8)]
     for images, hit in [*cases, ((red._replace(tokens=4), blue), 8), ((red._replace(start=3), blue), 0)]:
-        assert cache.prefixes.hit(PROMPT, "salt", 0, images) == hit, images
-    assert cache.prefixes.hit(PROMPT, None, 0, (red, blue)) == 0
+        assert cache.prefixes.hit(PromptNames(PROMPT, "salt", 0, images)) == hit, images
+    assert cache.prefixes.hit(PromptNames(PROMPT, None, 0, (red, blue))) == 0
 
 
 def test_removed_blocks_are_forgotten() -> None:

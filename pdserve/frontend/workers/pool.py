@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from pdserve.contract.live_settings import POLICIES
 from pdserve.contract.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
 from pdserve.contract.prefix_index import PrefixIndex
-from pdserve.contract.prefixes import prompt_images
+from pdserve.contract.prefixes import PromptNames, prompt_images
 from pdserve.contract.records import Adapter, Instance
 from pdserve.contract.reports import LinkState
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
@@ -230,14 +230,12 @@ class WorkerPool:
         are the last resort, or never chosen with `only_others`. Raises BadRequest if its adapter was
         unloaded."""
         lacking, lost = self._lacking(generation), generation.lost_by
-        salt, images = generation.request.cache_salt, prompt_images(generation.request.mm_features)
-        cached = self._prefixes.cached(generation.prompt, salt, generation.adapter, images)
-        ids = self._ready().next_in_turn(
-            self._last,
-            never=lacking | lost if only_others else lacking,
-            avoid=lost,
-            preferred=nlargest(WINDOW, cached, cached.__getitem__),
-        )
+        images = prompt_images(generation.request.mm_features)
+        names = PromptNames(generation.prompt, generation.request.cache_salt, generation.adapter, images)
+        cached = self._prefixes.cached(names)
+        never = lacking | lost if only_others else lacking
+        preferred = nlargest(WINDOW, cached, cached.__getitem__)
+        ids = self._ready().next_in_turn(self._last, never=never, avoid=lost, preferred=preferred)
         if not ids:
             if len(lacking) == len(self._instances):
                 self._check_adapter(generation.request.lora_request)
@@ -248,6 +246,8 @@ class WorkerPool:
             candidates = likely_to_keep(promise, candidates, self._forecasts(generation, ids, cached))
         chosen = choose(self.policy, candidates, outstanding, cached)
         self._last = chosen.id
+        if self.policy == "kv":
+            self._prefixes.expect(chosen.id, names, chosen.block_size or 1, chosen.kv_blocks)
         text = "%s: chose %s; tokens cached %s, outstanding %s"
         logger.debug(text, self.policy, chosen.id, cached, outstanding)
         ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()

@@ -163,6 +163,14 @@ async def test_prefixes_are_reported_and_kept_only_for_the_policy_kv(routed: Rou
         assert len(kept) == 0
 
 
+async def test_prompts_that_begin_alike_and_come_at_once_go_to_one_worker(routed: Routing) -> None:
+    """Its cache has nothing to report yet."""
+    async with routed.two_workers():
+        await routed.told()
+        found = await asyncio.gather(*(routed.ask([*SYSTEM, last]) for last in range(3, 6)))
+        assert len({worker for worker, _, _ in found}) == 1
+
+
 async def test_a_request_with_a_promise_goes_to_a_worker_that_should_keep_it(routed: Routing) -> None:
     async with routed.two_workers("round-robin"):
         pool = routed.frontends[0].processor().workers
