@@ -9,6 +9,8 @@ from pdserve.contract.slo import MIN_MISS_DIFFERENCE
 
 MIN_SAVING = 0.002
 """Seconds that a worker with the prefix must save. Else the prompt is queued, and the first idle worker pulls it."""
+MIN_SHARE = 0.1
+"""Share of a prompt's computing time that a worker with the prefix must save."""
 MIN_BEGIN = 1.0
 """Seconds that a worker with the prefix may always take to begin a prompt: for messages, and steps of its engine."""
 WAIT_FACTOR = 3.0
@@ -155,20 +157,25 @@ def prefix_choice(
 ) -> PrefixChoice | None:
     """Return the worker that should compute the prompt because of its prefix cache; None if any worker may.
 
-    A queued prompt begins when the first worker is idle, and finds as much of its prefix as the workers have on
-    average. So if all workers have the prefix, the queue is best, because it needs no guess which worker is idle first.
-    The wait for queued prompts is added to both costs, because passing them is no reason to choose a worker."""
+    A queued prompt begins when the first worker is idle, and finds the workers' average part of its prefix. So if all
+    workers have the prefix, the queue is best, because it needs no guess which worker is idle first. The wait for
+    queued prompts would be part of both costs, because passing them is no reason to choose a worker.
+
+    A second of computing costs more than a second of waiting, because it also delays the prompts that arrive while this
+    one is computed, or before any worker is idle. A prefix that is a small part of the prompt, as a system prompt may
+    be, does not decide: workers without it would get no prompts, and their caches stay empty."""
     speed = sum(1 / each.token_seconds for each in remote)
+    first, usual = min(each.wait for each in remote), _mean_compute(prompt, remote)
 
     def delay(wait: float, compute: float) -> float:
-        return (1 + LATER_PROMPTS * rate * compute) * (queued / speed + wait) + compute
+        return wait + compute * (1 + rate * (compute + LATER_PROMPTS * (queued / speed + first)))
 
     def cost(worker: RemoteWorker) -> float:
         return delay(worker.wait, worker.compute(prompt))
 
-    anywhere = delay(min(each.wait for each in remote), _mean_compute(prompt, remote))
-
-    best = min((each for each in remote if each.cached), key=cost, default=None)
+    anywhere = delay(first, usual)
+    holders = (each for each in remote if each.cached and each.compute(prompt) < (1 - MIN_SHARE) * usual)
+    best = min(holders, key=cost, default=None)
     if best is None or cost(best) + MIN_SAVING > anywhere:
         return None
     return PrefixChoice(best.id, best.cached, anywhere - cost(best), MIN_BEGIN + WAIT_FACTOR * best.wait)

@@ -116,7 +116,8 @@ def worker(name: str, ahead: float = 0, cached: int = 0, token: float = FAST) ->
         ([worker("a", 800, 1900), worker("b")], 0, "a"),
         ([worker("a", 3000, 1900), worker("b", 3000)], 4000, "a"),
         ([worker("a", cached=1000, token=SLOW), worker("b")], 0, None),
-        ([worker("a", cached=50), worker("b")], 0, None),
+        ([worker("a", cached=30), worker("b")], 0, None),
+        ([worker("a", cached=190), worker("b")], 0, None),
         ([worker("a", cached=1900)], 0, None),
     ],
     ids=[
@@ -130,6 +131,7 @@ def worker(name: str, ahead: float = 0, cached: int = 0, token: float = FAST) ->
         "all are busy",
         "the holder is slow",
         "too little",
+        "a small part of the prompt",
         "there is no other",
     ],
 )
