@@ -163,6 +163,7 @@ class RemotePrefill:
         request.preferred_begun(False)
         if request.begun.result() or not request.awaits_answer:
             return True
+        request.published = False
         request.hops.missed(f"{prefix.worker} did not begin it")
         return False
 
