@@ -157,9 +157,9 @@ def prefix_choice(
 ) -> PrefixChoice | None:
     """Return the worker that should compute the prompt because of its prefix cache; None if any worker may.
 
-    A queued prompt begins when the first worker is idle, and finds the workers' average part of its prefix. So if all
-    workers have the prefix, the queue is best, because it needs no guess which worker is idle first. The wait for
-    queued prompts would be part of both costs, because passing them is no reason to choose a worker.
+    A queued prompt begins when the first worker is idle, and finds as much of its prefix as the workers have on
+    average. So if all workers have the prefix, the queue is best, because it needs no guess which worker is idle first.
+    The wait for queued prompts would be part of both costs, because passing them is no reason to choose a worker.
 
     A second of computing costs more than a second of waiting, because it also delays the prompts that arrive while this
     one is computed, or before any worker is idle. A prefix that is a small part of the prompt, as a system prompt may
