@@ -1,7 +1,8 @@
 """Generates the demo model's training documents: questions about codes that stand earlier in the document.
 
 A document is a list of `Segment`s: facts ("The code of the red box is 4711.") between filler, then many questions. Only
-answers weigh in the loss. Codes are random, so that the model cannot memorize them and must read the KV cache.
+answers have a weight in the loss (`train.loss_of` gives some other tokens a small one). Codes are random, so that the
+model cannot memorize them and must read the KV cache.
 """
 
 import random
@@ -37,7 +38,7 @@ class Mix:
     tokens: int  # approximate length of the document
     talk: float = 0.0  # share of turns that are not about a code
     raw: float = 0.35  # share of documents in completion form, without chat markup
-    again: float = 0.25  # share of their turns that repeat a fact, the easiest recall
+    again: float = 0.25  # share of a raw document's turns that repeat a fact, the easiest recall
     canonical: float = 0.5  # share of facts and questions in their first form
     filler: tuple[float, float] = (0.0, 0.9)  # share of the context that is filler, drawn uniformly
     ledger: float = 0.0  # share of documents that are bare ledgers, see `ledger_document`

@@ -49,8 +49,8 @@ def compare(
     recommend one of them, with the reason; possibly "don't".
 
     Candidates, one at a time: one vLLM engine with all of the hardware of FILE's graph, at several
-    max-num-batched-tokens, on a CPU also with one thread less than it has cores; as many engines as the graph has
-    workers; the graph of FILE and other splits with FILE's policy; on GPUs also decode workers with twice and half the
+    max-num-batched-tokens, on a CPU also with one thread less than it has cores; as many of its engines as
+    fit; the graph of FILE and other splits with FILE's policy; on GPUs also decode workers with twice and half the
     tensor-parallel size of the prefill workers. Each is measured by its goodput, the highest rate at which 90 % of the
     requests keep --ttft and --gap; the best of each kind longer, and the aggregated one twice, to know the noise.
 

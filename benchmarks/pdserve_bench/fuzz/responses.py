@@ -6,7 +6,7 @@ from typing import Any
 
 from pdserve_bench.fuzz.request import FuzzRequest
 
-OURS_ALONE = frozenset({429, 503, 504})
+OVERLOAD = frozenset({429, 503, 504})
 """Statuses of overload and deadlines. A request without a deadline may get only 429 unexpectedly."""
 EXCUSED = {
     "'ResponseOutputRefusal' object has no attribute 'text'": "vLLM: a refusal among the input of /v1/responses",
@@ -41,7 +41,7 @@ def problem(request: FuzzRequest, status: int, kind: str, answer: bytes) -> str:
 
 def twin_problem(status: int, answer: bytes, without: int) -> str:
     """Return what is wrong if a streamed request and its twin without `stream` have different statuses."""
-    by_chance = OURS_ALONE & {status, without} or any(text in answer for text in UNSTREAMED)
+    by_chance = OVERLOAD & {status, without} or any(text in answer for text in UNSTREAMED)
     if status == without or by_chance:
         return ""
     return f"status {status}, without `stream` {without}: {_short(answer)}"
@@ -50,7 +50,7 @@ def twin_problem(status: int, answer: bytes, without: int) -> str:
 def _is_excused(request: FuzzRequest, status: int, answer: bytes) -> bool:
     if request.expected is not None and status in request.expected:
         return True
-    hurried = "x-request-timeout" in request.headers and status in OURS_ALONE
+    hurried = "x-request-timeout" in request.headers and status in OVERLOAD
     return hurried or is_excused(answer.decode(errors="replace"))
 
 

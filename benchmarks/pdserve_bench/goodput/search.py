@@ -3,9 +3,9 @@
 From a start rate, step up or down by factors of at most two until one rate is carried (enough requests keep the SLO)
 and a higher one is broken, then bisect the interval (logarithmically) down to the precision. A probe is a binomial
 sample, so it may be wrong near the border: the ends of the last interval are probed again with other seeds until the
-pooled samples are certain (Wilson's interval), at most `TRIES` times. If that overturns an end, the search continues
-from there. A non-increasing curve is fitted to the shares of all rates (`samples.falling`), so that contradictory
-samples are pooled."""
+pooled samples are certain (Wilson's interval), with at most `TRIES` probes each. If that overturns an end, the search
+continues from there. A non-increasing curve is fitted to the shares of all rates (`samples.falling`), so that
+contradictory samples are pooled."""
 
 import math
 import statistics
