@@ -21,7 +21,7 @@ from pdserve.contract.records import Instance, Role
 from pdserve.contract.reports import ProcessReport, Receipt
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.certificate_reload import RenewedCertificate
-from pdserve.frontend.edge.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
+from pdserve.frontend.edge.connections import LINGER, ClientConnection, ClientConnections
 from pdserve.frontend.edge.sockets import accept_all, bind
 from pdserve.frontend.keys.auth import KeySource
 from pdserve.frontend.keys.origins import CrossOrigin
@@ -43,8 +43,11 @@ from pdserve.util.net import url_host
 
 logger = logging.getLogger(__name__)
 
-LOAD_WITHIN = 60.0
-"""Most seconds to wait for the models before serving, if other frontends serve meanwhile."""
+LOAD_WITHIN = 300.0
+"""Most seconds to wait for the models before serving, if other frontends serve meanwhile. Each import may take a
+minute on a busy machine."""
+SHUTDOWN_WITHIN = 3600.0
+"""Seconds for a TLS shutdown; long, because `ClientConnections.watch` aborts blocked connections."""
 OTHER_FILES = 256
 """File descriptors kept for workers, etcd and logs."""
 EXHAUSTED = 1.0

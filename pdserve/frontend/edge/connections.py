@@ -7,8 +7,10 @@ never emptied.
 """
 
 import asyncio
+import fcntl
 import logging
 import socket
+import termios
 import time
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pdserve.frontend.edge.deltas import CycleChunks
-from pdserve.frontend.edge.response import HttpError, error_body
+from pdserve.frontend.edge.response import HttpError, error_body, send_unchunked
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.runtime.tasks import isolate_errors
 
@@ -47,8 +49,6 @@ MAX_FIELDS = 128
 """Most header fields of a request."""
 MAX_PIPELINED = 16
 """Most requests that wait for responses to earlier ones on their connection."""
-SHUTDOWN_WITHIN = 3600.0
-"""Seconds for a TLS shutdown; long, because `watch` aborts blocked connections."""
 RESET_WITHIN = 0.02
 """Seconds after which the TCP reset of a nearby client has arrived; `watch` finds later ones."""
 _TCP_CLOSE = 7
@@ -103,16 +103,26 @@ class ClientConnection(HttpToolsProtocol):
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Drain. uvicorn would close an idle connection at once and reset a request that the client is just sending."""
-        if not self._idle():
-            super().shutdown()
-            return
+        """Drain. uvicorn would close an idle connection at once, and a busy one after its response, and so reset a
+        request that the client is just sending. A response that has not begun will say `connection: close`."""
         self._last = True
-        asyncio.get_running_loop().call_later(LINGER, self._close_if_idle)
+        if self._idle():
+            self.loop.call_later(LINGER, self._close_if_idle)
+        elif not self.cycle.response_started:
+            super().shutdown()
 
     def _close_if_idle(self) -> None:
-        if self._idle():
+        if not self._idle() or self.transport.is_closing():
+            return
+        if self._last and self._has_input():  # the event loop was late, and calls its timers before it reads
+            self.loop.call_later(LINGER, self._close_if_idle)
+        else:
             self.transport.close()
+
+    def _has_input(self) -> bool:
+        """Whether the kernel has bytes of the client that were not read yet."""
+        sock = self.transport.get_extra_info("socket")
+        return sock is not None and any(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4)))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to respond before closing: the client may have closed only its sending side. A client that
@@ -139,6 +149,8 @@ class ClientConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._half_closed:
             self._close_if_idle()
+        elif self._last:
+            self.loop.call_later(LINGER, self._close_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._owner.leave(self)
@@ -208,7 +220,7 @@ class ClientConnection(HttpToolsProtocol):
         self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
         self.scope["extensions"] = {CHUNKS: CycleChunks(self.cycle)}  # type: ignore[dict-item]
         if version == "1.0":
-            self.cycle.send = partial(_send_unchunked, self.cycle, self.cycle.send)  # type: ignore[method-assign]
+            self.cycle.send = partial(send_unchunked, self.cycle, self.cycle.send)  # type: ignore[method-assign]
         if self._last:
             self.cycle.keep_alive = False
 
@@ -307,16 +319,6 @@ class ClientConnection(HttpToolsProtocol):
             return 0, waiting
         waiting = waiting or any(info[_BYTES_NOT_SENT])
         return (int.from_bytes(info[_BYTES_ACKED], "little"), True) if waiting else (-1, False)
-
-
-async def _send_unchunked(cycle: RequestResponseCycle, send: Any, message: Any) -> None:
-    """Send part of an HTTP/1.0 response, where a body of unknown length ends with the connection. uvicorn would send
-    chunks, which HTTP/1.0 clients cannot decode."""
-    if message["type"] == "http.response.body":
-        cycle.expected_content_length = max(cycle.expected_content_length, len(message.get("body", b"")))
-    elif not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
-        cycle.chunked_encoding = False
-    await send(message)
 
 
 class ClientConnections:

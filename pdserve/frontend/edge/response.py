@@ -7,11 +7,13 @@ the request has, and whether the request has already failed.
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdserve.contract.messages import Hop
 from pdserve.contract.reports import DETOURS, HOPS
@@ -282,3 +284,13 @@ def _printable(text: str) -> str:
 
 def _is_stream(start: Message) -> bool:
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+
+
+async def send_unchunked(cycle: RequestResponseCycle, send: Any, message: Any) -> None:
+    """Send part of an HTTP/1.0 response, where a body of unknown length ends with the connection. uvicorn would send
+    chunks, which HTTP/1.0 clients cannot decode."""
+    if message["type"] == "http.response.body":
+        cycle.expected_content_length = max(cycle.expected_content_length, len(message.get("body", b"")))
+    elif not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+        cycle.chunked_encoding = False
+    await send(message)

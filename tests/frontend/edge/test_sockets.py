@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.frontend.edge import connections
 from pdserve.frontend.edge.certificate_reload import RenewedCertificate
-from pdserve.frontend.edge.connections import RESET_WITHIN, ClientConnections
+from pdserve.frontend.edge.connections import LINGER, RESET_WITHIN, ClientConnections
 from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.server import QuietServer, http_config
 from pdserve.security.certificate import ServerCertificate
@@ -316,6 +316,60 @@ async def test_open_connections_are_answered_during_shutdown(either: ServerCerti
             assert answer.startswith(b"HTTP/1.1 200")
             assert answer.endswith(b"ok")
         await asyncio.wait_for(serving, 5)
+
+
+@in_session
+async def test_a_kept_connection_is_answered_once_more_after_the_response_of_the_shutdown(
+    either: ServerCertificate | None,
+) -> None:
+    """The response has begun before the shutdown, so its head tells the client to keep the connection."""
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        started.set()
+        await release.wait()
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def answer() -> tuple[bytes, bytes]:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        return head, await reader.readexactly(2)
+
+    connections = ClientConnections(30.0, 30.0)
+    with bind("127.0.0.1", 0) as sock:
+        renewed, tls = (RenewedCertificate(either), trusting(either)) if either else (None, None)
+        http = QuietServer(http_config(app, connections, 5.0), connections, renewed)
+        serving = asyncio.create_task(http.serve(sockets=[sock]))
+        await until(lambda: http.started)
+        reader, writer = await asyncio.open_connection(*sock.getsockname(), ssl=tls)
+        first = asyncio.create_task(answer())
+        await started.wait()
+        connections.draining = http.should_exit = True
+        await until(lambda: sock.fileno() < 0)
+        release.set()
+        head, body = await first
+        assert (b"connection: close" in head, body) == (False, b"ok")
+        head, body = await answer()
+        assert (b"connection: close" in head, body) == (True, b"ok")
+        assert await reader.read() == b""
+        await asyncio.wait_for(serving, 5)
+        writer.close()
+
+
+@in_session
+async def test_a_late_event_loop_reads_a_request_before_it_closes_an_idle_connection(graph: Graph) -> None:
+    connections = ClientConnections(30.0, 30.0)
+    async with server(graph, None, connections) as address:
+        with socket.create_connection(address) as client:
+            await until(lambda: bool(connections.open))
+            (connection,) = connections.open
+            connection.shutdown()
+            client.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            time.sleep(2 * LINGER)  # noqa: ASYNC251  # the loop has not read when the connection is to be closed
+            answer = await asyncio.to_thread(client.recv, 4096)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer
 
 
 @asynccontextmanager
