@@ -34,6 +34,7 @@ MAX_PROBLEMS = 12
 FULL = 0.97
 """Share of the KV blocks in use from which on a KV cache is reported as full."""
 
+_NO_STAND_IN = "cannot stand in (started without a decode worker, or not configured for it)"
 _WITHOUT_QUEUE = "prompts are computed at decode workers"
 _LOG, _TRACE = "see its log", "`pdserve trace` lists them"
 _SERVER = "start it, or repair the network to it"
@@ -264,7 +265,10 @@ def _missing(workers: Sequence[Node], of: str) -> Iterator[Problem]:
             text = f"no decode worker{of} is available: {', '.join(names)} {stand}"
             yield Problem("warn", text, names, advice=_DECODE)
         else:
+            idle = [node.name for node in ready if node.role is Role.PREFILL]
             text = f"no decode worker{of} is available: requests wait for one until their deadlines"
+            if idle:
+                text += f"; {', '.join(idle)} {_NO_STAND_IN}"
             yield Problem("bad", text, advice=_DECODE)
     elif not _ready(workers, Role.PREFILL) and any(
         node.instance and node.instance.prefills_remotely for node in workers
