@@ -37,10 +37,10 @@ STREAMS = {
     "an event in two chunks": (
         chunk(b'data: {"choices":[{"delta":{"con') + chunk(b'tent":"a"}}]}\n\n') + event(CHOICES) + DONE
     ),
-    "no choices": TWO + event({"choices": []}) + event({"choices": None, "usage": None}) + DONE,
-    "empty": TWO + event(b"") + event({"error": None, "choices": []}) + DONE,
+    "an event without choices": TWO + event({"choices": []}) + event({"choices": None, "usage": None}) + DONE,
+    "an empty event": TWO + event(b"") + event({"error": None, "choices": []}) + DONE,
     "no line end": TWO + chunk(b"data: [DONE]") + b"0\r\n\r\n",
-    "no [DONE]": event(delta(content="a")) + event(CHOICES) + b"0\r\n\r\n",
+    "a finish_reason, no [DONE]": event(delta(content="a")) + event(CHOICES) + b"0\r\n\r\n",
 }
 
 
@@ -68,7 +68,7 @@ async def test_token_counts_come_from_the_usage() -> None:
     assert (without.prompt_tokens, without.output_tokens, without.cached_tokens) == (0, 1, None)
 
 
-async def test_reasoning_counts_as_tokens_and_not_as_the_answer() -> None:
+async def test_reasoning_counts_as_tokens_and_is_the_answer_only_without_text() -> None:
     thought = event(delta(reasoning_content="hm ")) + event(delta(reasoning="so"))
     exchange = await _ask(STREAM + thought + event(delta(content="yes")) + DONE)
     assert (exchange.reasoning, exchange.text, exchange.answer) == ("hm so", "yes", "yes")
@@ -81,8 +81,8 @@ async def test_a_server_without_streaming() -> None:
     answer = {"choices": [{"message": {"role": "assistant", "content": "ab"}}], "usage": USAGE}
     exchange = await _ask(whole(answer))
     assert (exchange.error, exchange.text, exchange.output_tokens, len(exchange.arrivals)) == ("", "ab", 2, 1)
-    unasked = await _ask(whole(answer), {"max_tokens": 2})
-    assert (unasked.error, unasked.text, unasked.ttft) == ("", "ab", None)
+    unstreamed = await _ask(whole(answer), {"max_tokens": 2})
+    assert (unstreamed.error, unstreamed.text, unstreamed.ttft) == ("", "ab", None)
 
 
 async def test_latencies_follow_the_arrival_of_tokens() -> None:

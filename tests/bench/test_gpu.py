@@ -25,12 +25,12 @@ def run(folder: Path, *parts: str, **more: str) -> "subprocess.CompletedProcess[
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=560, check=False)
 
 
-@pytest.mark.skipif(bool(Machine.detect({}).gpus), reason="here is a GPU: run benchmarks/gpu.sh itself")
+@pytest.mark.skipif(bool(Machine.detect({}).gpus), reason="this machine has a GPU: run benchmarks/gpu.sh")
 @pytest.mark.parametrize(
     ("parts", "code", "problem"),
     [([], 3, "no GPU here: graph and what follows need one"), (["all"], 2, "no part is called all")],
 )
-def test_without_a_gpu_the_script_ends_after_the_plan(
+def test_the_script_ends_early_without_a_gpu_or_with_an_unknown_part(
     tmp_path: Path, parts: list[str], code: int, problem: str
 ) -> None:
     done = run(tmp_path, *parts)

@@ -13,7 +13,7 @@ from pdserve.util.errors import ConfigError, Unavailable
 @pytest.mark.parametrize(
     ("command", "complaint"),
     [
-        ("compare -f graph.yaml --trace gone.jsonl", "gone.jsonl"),
+        ("compare -f graph.yaml --trace absent.jsonl", "absent.jsonl"),
         ("compare -f graph.yaml --ttft soon", "--ttft soon: not a duration with its unit"),
         ("compare -f graph.yaml --json /nowhere/found.json", "there is no folder /nowhere"),
         ("bench goodput --ttft soon --gap 0ms", "--gap 0ms: not a duration"),

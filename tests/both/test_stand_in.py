@@ -93,7 +93,7 @@ async def test_a_worker_stands_in_again_once_a_decode_worker_gives_equal_respons
         await graph.registry.kill(other)
 
 
-async def test_a_frontend_that_starts_while_no_decode_worker_is_available_gets_the_archive_from_a_stand_in(
+async def test_a_stand_in_sends_the_archive_to_a_new_frontend(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -160,7 +160,7 @@ async def test_a_stand_in_keeps_the_card_of_decode_workers_that_are_gone(graph: 
     await holds(lambda: card_in(graph.registry) == encode_record(newer))
 
 
-async def test_a_stand_in_drops_the_card_for_other_weights_and_copies_it_again_when_its_writer_is_back(
+async def test_a_stand_in_drops_its_card_if_decode_workers_have_other_weights_until_the_cards_writer_returns(
     graph: WorkerGraph,
 ) -> None:
     """The writer lost its lease only for a moment."""

@@ -1,4 +1,4 @@
-"""Two workers that both decode and prefill, among simulated engines."""
+"""Two workers that both decode and prefill, on simulated engines."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ async def test_an_idle_or_lone_worker_prefills_its_own_prompts(
 ) -> None:
     pulling = pair.a.worker._prompts.pulling
     await until(lambda: pulling._waiting is not None)
-    for _ in range(4):  # simultaneous streams end the wait at the queue once
+    for _ in range(4):  # repeated calls end the same wait only once
         pulling.stop_waiting()
         await asyncio.sleep(0)
     await until(lambda: pulling._waiting is not None)
@@ -68,7 +68,7 @@ async def test_a_prompt_that_its_own_worker_pulls_is_prefilled_locally_and_count
     pair.b.engine.faults.going.clear()
     await pair.b.frontend.submit(SHORT, 100)
     await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
-    pair.b.worker._prompts.pulling.pulled = 1e9  # it pulls no more
+    pair.b.worker._prompts.pulling.pulled = 1e9  # it pulls no prompt
     await pair.a.frontend.stream()
     with failing("own", 0):
         assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
@@ -138,7 +138,7 @@ async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_
     assert not (await pair.b.frontend.end_of(stream)).failed
 
 
-async def test_a_prefill_worker_serves_workers_of_both_roles(pair: BothWorkers) -> None:
+async def test_a_prefill_worker_serves_workers_of_role_both(pair: BothWorkers) -> None:
     prefill = await pair.prefill("prefill-0")
     for worker in (pair.a, pair.b):
         await worker.frontend.stream()

@@ -14,8 +14,8 @@ from tests.chaos.command import Run
 pytestmark = pytest.mark.chaos
 
 
-def test_a_run_that_is_interrupted_leaves_nothing(tmp_path: Path, chaos: Callable[..., Run]) -> None:
-    """An interrupted run shows its rows so far, keeps its logs, and reports that it is incomplete."""
+def test_an_interrupted_run_leaves_no_process(tmp_path: Path, chaos: Callable[..., Run]) -> None:
+    """It shows its rows so far, keeps its logs, and reports that it is incomplete."""
     file = write(simulated(), tmp_path / "sim.yaml")
     run = chaos(file, "--only", "decode-hang", "--hold", "200", "--seconds", "3", "--workers", "1")
     deadline = time.monotonic() + 180

@@ -1,5 +1,5 @@
 """Faults of engines themselves, on two real engines per role in float32, where every output must equal that of the
-undisturbed graph. The other faults are tested with simulated engines."""
+undisturbed graph. Most other faults are tested with simulated engines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_engines_on_hosts_drop_nothing(chaos: Callable[..., Run], may_have_hosts
     """KV transfer between two hosts whose link is cut, then slow; the rest of `--hosts` is tested with simulated
     engines."""
     if not may_have_hosts:
-        pytest.skip("no hosts of namespaces here: tests/bench/test_hosts.py says why")
+        pytest.skip("this machine permits no network namespaces: tests/bench/test_hosts.py says why")
     faults = ["prefill-link-cut-10s", "delay-50ms"]
     options = ("--hosts", "--workers", "1", "--dtype", "float32", "--only", ",".join(faults))
     rows = chaos(ROOT / "configs/local.yaml", *options, "--seconds", "3", "--hold", "4").good()

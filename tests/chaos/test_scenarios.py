@@ -74,7 +74,7 @@ async def test_a_full_disk_has_no_room_until_it_is_freed(tmp_path: Path) -> None
         log.write_text("before\n")
 
         def is_full() -> bool:
-            """Append, because a rewritten file would reuse the space that it has."""
+            """Whether appending fails. (Rewriting a file would reuse its space.)"""
             try:
                 with (folder / "more").open("ab") as more:
                     more.write(bytes(8192))
@@ -86,10 +86,10 @@ async def test_a_full_disk_has_no_room_until_it_is_freed(tmp_path: Path) -> None
             await until(is_full, 20)
         await until(lambda: not is_full(), 20)
         log.write_text("after\n")
-    assert log.read_text() == "after\n", "logs are kept when the file system is gone"
+    assert log.read_text() == "after\n", "logs are kept when the file system is unmounted"
 
 
-def test_other_weights_have_the_same_shape_and_are_restored(tmp_path: Path) -> None:
+def test_other_weights_have_the_same_shapes_and_the_first_are_restored(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     first = (MODEL / "model.safetensors").read_bytes()
     file.write_bytes(first)

@@ -62,8 +62,8 @@ def test_each_change_is_reported_once_and_copies_count_as_one() -> None:
     assert prefixes.remove(third)
     prefixes.add(b"newcomer", 1)
     prefixes.remove(b"newcomer")
-    added, gone = prefixes.changes("frontends")
-    assert (added, set(gone)) == ([], {third, b"newcomer"})
+    added, removed = prefixes.changes("frontends")
+    assert (added, set(removed)) == ([], {third, b"newcomer"})
     assert set(prefixes.known()) == {first, second}
     prefixes.clear()
     assert set(prefixes.changes("frontends")[1]) == {first, second}

@@ -13,7 +13,7 @@ CHAT = SloTargets(0.5, 0.06)
     ("text", "value", "again"),
     [("500ms", 0.5, "500ms"), ("1.5 s", 1.5, "1.5s"), ("1500ms", 1.5, "1.5s"), ("1.25ms", 0.00125, "1.25ms")],
 )
-def test_a_duration_is_written_as_it_is_read(text: str, value: float, again: str) -> None:
+def test_a_written_duration_is_read_as_the_same_value(text: str, value: float, again: str) -> None:
     assert parse_duration(text) == pytest.approx(value)
     assert format_duration(parse_duration(text)) == again
     assert parse_duration(again) == parse_duration(text)
@@ -45,7 +45,7 @@ def test_the_tightest_slo_of_several_files_counts() -> None:
         (SloTargets(gap=0.06), {"x-slo-ttft-ms": "2000"}, SloTargets(gap=0.06)),
         (NO_SLO, {"x-slo-ttft-ms": "soon", "x-slo-tpot-ms": "-1"}, NO_SLO),
     ],
-    ids=["none", "looser", "tighter", "of an unset target", "without an SLO"],
+    ids=["no headers", "looser", "tighter", "for an unset target", "invalid, without an SLO"],
 )
 def test_headers_relax_an_slo_and_never_tighten_it(
     slo: SloTargets, headers: dict[str, str], expected: SloTargets

@@ -1,4 +1,4 @@
-"""`pdserve init --from` converts or names every argument, role, replica count and port."""
+"""`pdserve init --from` drops no argument, role, replica count or port silently."""
 
 import json
 from pathlib import Path
@@ -187,7 +187,7 @@ def test_secrets_reach_neither_output_nor_graph(tmp_path: Path, capsys: pytest.C
     assert "api-key has no value" in text
 
 
-def test_keys_are_lines_of_a_file(tmp_path: Path) -> None:
+def test_valid_api_keys_become_lines_of_a_file(tmp_path: Path) -> None:
     keys = json.dumps(["good=1", "with space", "two\nroot=lines", {"a": "b"}, True, 12345])
     (tmp_path / "v.yaml").write_text(
         f"model: demo\napi-key: {keys}\nseed: 2024-01-01\nserved-model-name: []\n"
@@ -220,7 +220,7 @@ def test_odd_manifests_are_refused_in_a_sentence(
     assert said in capsys.readouterr().err
 
 
-def test_a_key_that_is_no_text_is_no_argument() -> None:
+def test_a_key_that_is_no_text_is_no_vllm_argument() -> None:
     assert not is_vllm_config([True, 3, "model"])
 
 
@@ -231,7 +231,7 @@ def test_a_graph_without_a_model_says_so(tmp_path: Path) -> None:
         load(tmp_path / "g.yaml", {})
 
 
-def test_a_name_with_a_space_and_a_graph_that_exists(
+def test_a_file_name_with_a_space_is_quoted_and_an_existing_graph_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = tmp_path / "v.yaml", tmp_path / "a b.yaml"

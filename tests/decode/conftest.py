@@ -9,7 +9,7 @@ from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, Work
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers whose KV is not read are repeated soon."""
+    """Answers whose KV is not read are repeated after 0.05 s."""
     monkeypatch.setattr("pdserve.prefill.answer_sender.REPEAT_AFTER", 0.05)
     monkeypatch.setattr("pdserve.prefill.answer_sender.POLL_INTERVAL", 0.01)
 

@@ -49,7 +49,7 @@ W = TypeVar("W", bound=EngineWorker)
 SHORT = list(range(3, 23))
 LONG = list(range(103, 603))
 MOST = 8192
-"""Most tokens of a request."""
+"""Most tokens of a prompt and its output."""
 _numbers = count()
 
 
@@ -68,7 +68,7 @@ def failing(reason: str, times: int = 1) -> Iterator[None]:
 
 @dataclass
 class Answered:
-    """A frontend's messages for one request, which asked for `most` tokens."""
+    """A frontend's messages for one request, which asked for at most `most` tokens."""
 
     prompt: list[int]
     most: int

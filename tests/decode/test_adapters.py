@@ -126,7 +126,7 @@ async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there() -> No
 
 
 async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(tmp_path: Path) -> None:
-    """A name that is loaded again with other weights is another adapter."""
+    """A name that is loaded again with other files is another adapter."""
     async with LoraGraph() as graph:
         path = adapter_in(tmp_path, "red")
         await graph.load("red", str(path))
@@ -148,7 +148,7 @@ async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(
         assert answered.placed.cached == 0
 
 
-@pytest.mark.parametrize("what", ["full", "not enabled", "other files"])
+@pytest.mark.parametrize("what", ["full", "not enabled", "another dtype"])
 async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str) -> None:
     async with LoraGraph() as graph:
         if what == "full":
@@ -200,7 +200,7 @@ async def test_kv_of_a_request_whose_adapter_is_unloaded_meanwhile_is_freed(
         await until(graph.prefill.engine.all_blocks_free, within=1.0)
 
 
-# ── a worker by itself ──
+# ── one worker without a graph ──
 
 
 class Refusing(SimEngine):
@@ -213,8 +213,6 @@ class Refusing(SimEngine):
 
 
 class Alone:
-    """The adapters of one worker without a graph."""
-
     def __init__(self, engine: Refusing, path: Path) -> None:
         self.engine = engine
         self.adapters = WorkerAdapters(engine, {}, "demo", MemoryRegistry(MemoryServer(), "t"))
@@ -250,7 +248,7 @@ async def test_any_failure_becomes_a_short_problem_of_its_adapter(
 
 
 async def test_a_dead_engine_ends_its_worker(alone: Alone) -> None:
-    alone.engine.problem = EngineDead("gone")
+    alone.engine.problem = EngineDead("boom")
     with pytest.raises(EngineDead):
         await alone.have("a")
 
@@ -262,16 +260,16 @@ async def test_a_record_has_one_entry_for_an_adapter_that_comes_and_goes(alone: 
     assert len(await alone.have("e", "f")) == 2
 
 
-async def test_a_kept_adapter_that_failed_is_tried_again(
+async def test_an_adapter_of_the_graph_that_failed_to_load_is_tried_again(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id = adapter_id(alone.path, {})
-    alone.engine.problem = OSError("the disk is away")
+    alone.engine.problem = OSError("the disk is unmounted")
     assert (await alone.have("a", id=id))[0].problem
     alone.engine.problem = None
     assert (await alone.have("a", id=id))[0].problem
     monkeypatch.setattr("pdserve.process.worker_adapters.RETRY_AFTER", 0.0)
-    assert (await alone.have("a"))[0].problem  # a frontend already has the answer to this call
+    assert (await alone.have("a"))[0].problem  # a frontend's first load: its client already has the error
     assert (await alone.have("a", id=id))[0].id == id
 
 
@@ -299,7 +297,7 @@ async def test_an_answer_that_could_not_be_sent_is_repeated(
     assert said[0] == said[1] == adapters.listed
 
 
-def test_the_served_names() -> None:
+def test_names_that_frontends_serve() -> None:
     red, other = Adapter("red", "/red", 1), Adapter("red", "/red", 2)
     workers = [Instance(f"d-{n}", Role.DECODE, adapters=[each]) for n, each in enumerate((red, other, red))]
     assert servable_adapters({}, workers) == {"red": red}

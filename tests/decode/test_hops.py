@@ -164,7 +164,7 @@ async def test_hops_of_a_redelivered_prompt(graph: WorkerGraph, frontend: Fronte
         ([], 7.0, 9.0, [("queue", 0.5, 3.0), ("prefill", 3.5, 0.0)]),
         ([("x", 0.5)], 1.5, 1.0, [("queue", 0.5, 0.5), ("prefill", 1.0, 1.0), ("prefill", 2.0, 1.0)]),
     ],
-    ids=["unknown", "late", "delivered again"],
+    ids=["queue time unknown", "times longer than the wait", "delivered again"],
 )
 def test_the_hops_of_a_remote_prefill_are_as_long_as_the_wait_for_it(
     pulled: list[tuple[str, float]], queued: float, computed: float, expected: list[tuple[str, float, float]]

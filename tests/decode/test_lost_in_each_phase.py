@@ -37,7 +37,7 @@ class Fault(Enum):
 
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.name)
-async def test_the_client_sees_nothing_but_a_pause(phase: Phase, fault: Fault) -> None:
+async def test_the_request_does_not_fail_and_ends_in_time(phase: Phase, fault: Fault) -> None:
     async with WorkerGraph() as graph, AsyncExitStack() as process:
         victim, frontend = await graph.act_prefill(VICTIM), await graph.frontend()
         engine = await process.enter_async_context(SimEngine(spec(Role.PREFILL, VICTIM)))

@@ -48,16 +48,18 @@ def test_choose_preemption(inside: str, queued: int, expected: tuple[str, int]) 
     assert choose_preemption(running(inside), queued) == expected
 
 
-async def test_an_idle_worker_pauses_until_it_gets_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_worker_checks_again_only_when_it_gets_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("pdserve.decode.requests.IDLE_INTERVAL", 3600.0)
     requests = DecodeRequests(Tracer())
-    pausing = asyncio.create_task(requests.pause(0.01))
-    await holds(lambda: not pausing.done())
+    waiting = asyncio.create_task(requests.pause(0.01))
+    await holds(lambda: not waiting.done())
     added = requests.add("frontend", Submit("r", [1], 60.0, []))
-    await asyncio.wait_for(pausing, 5.0)
+    await asyncio.wait_for(waiting, 5.0)
     await asyncio.wait_for(requests.pause(0.01), 5.0)
     assert added is not None
     requests.drop(added)
-    pausing = asyncio.create_task(requests.pause(0.01))
-    await holds(lambda: not pausing.done())
-    pausing.cancel()
+    waiting = asyncio.create_task(requests.pause(0.01))
+    await holds(lambda: not waiting.done())
+    waiting.cancel()

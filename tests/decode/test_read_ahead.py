@@ -23,7 +23,7 @@ def part(tokens: int, **changes: object) -> KvHandle:
     return handle(LONG[:tokens], **changes)
 
 
-@pytest.mark.parametrize(("chunk", "left"), [(64, 64), (200, 116), (500, 512)])
+@pytest.mark.parametrize(("chunk", "left"), [(64, 64), (200, 112), (500, 512)])
 async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(
     graph: WorkerGraph, frontend: FrontendStream, chunk: int, left: int
 ) -> None:

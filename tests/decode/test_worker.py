@@ -216,7 +216,7 @@ async def test_requests_wait_for_the_last_messages_of_a_lost_prefill_worker(
         await frontend.end_of(pulled)
 
 
-async def test_kv_of_an_unknown_worker_is_rejected_when_it_is_known(graph: WorkerGraph) -> None:
+async def test_kv_of_an_unknown_worker_is_rejected_once_the_worker_is_known(graph: WorkerGraph) -> None:
     """The prefill worker lost its lease in etcd and registers again."""
     async with sim(Role.PREFILL, "prefill-x") as prefill:
         other = await graph.act_prefill("prefill-y")
@@ -314,10 +314,10 @@ async def test_cancel_at_once_and_while_the_request_is_queued(
     assert graph.decode.load().backlog == counted("pdserve_backlog_seconds", role="prefill") == 0
 
 
-async def test_kv_whose_lease_ends_before_it_is_read_is_prefilled_locally(
+async def test_a_prompt_whose_kv_lease_ends_before_the_read_is_prefilled_locally(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answer took longer than the lease, but the decode worker's clock does not show that."""
+    """The lease ends after the decode worker's check of the handle, and another prompt gets the blocks."""
     async with WorkerGraph() as graph:
         prefill = await graph.prefill(lease=0.2, num_gpu_blocks_override=40)
         generate = graph.decode_engine.generate
@@ -345,7 +345,7 @@ async def test_a_prefill_worker_that_cannot_confirm_reads_is_not_asked(graph: Wo
     await until(lambda: graph.decode._workers.available() == [])
 
 
-@pytest.mark.parametrize("phase", ["prefilled elsewhere", "first token", "generates"])
+@pytest.mark.parametrize("phase", ["remote prefill", "first token", "generates"])
 async def test_cancel_frees_everything(graph: WorkerGraph, frontend: FrontendStream, phase: str) -> None:
     prefill = await graph.prefill() if phase != "generates" else None
     if prefill and phase == "first token":
@@ -354,7 +354,7 @@ async def test_cancel_frees_everything(graph: WorkerGraph, frontend: FrontendStr
         prefill.engine.faults.slow = 100.0
     request_id = await frontend.submit(LONG, 1000)
     answered = frontend.answered[request_id]
-    if prefill and phase == "prefilled elsewhere":
+    if prefill and phase == "remote prefill":
         await until(lambda: prefill.engine.usage.running == 1)
     else:
         await until(lambda: len(answered.tokens) > (0 if prefill else 3))

@@ -34,8 +34,8 @@ SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00
 TRANSFER, PUBLISH = 0.012, 0.002
 BLOCK = 32
 PULL_BELOW = 2048
-"""A prefill worker with this many prompt tokens pulls no more; `STEPS_AHEAD` times as many if it has `FEW_PROMPTS`
-prompts."""
+"""A prefill worker with at least this many prompt tokens pulls no prompt. From `FEW_PROMPTS` prompts on, the bound is
+`STEPS_AHEAD` times as high."""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
 ALL_LOCAL = DecodeSection(remote_prefill=False)
@@ -133,8 +133,8 @@ class VirtualRequest:
 
 
 class VirtualEngine:
-    """Steps of up to 2,048 tokens: first running streams, then prompts FIFO, `chunk` tokens of each; of a lone prompt,
-    all."""
+    """Steps of up to 2,048 tokens: first running streams, then prompts FIFO, `chunk` tokens of each. Without other
+    requests, a prompt fills the step; in most steps after KV was transferred, it gets `BLOCK` tokens."""
 
     def __init__(self, graph: "VirtualGraph", chunk: int = 2048) -> None:
         self.graph, self.usual, self.slow = graph, chunk, 1.0
@@ -152,7 +152,7 @@ class VirtualEngine:
             return
         left, share = 2048, []
         chunk = max(BLOCK, self.chunk) if len(self.requests) > 1 else left
-        come = any(each.computed == each.prompt - 1 for each in self.requests)  # KV
+        come = any(each.computed == each.prompt - 1 for each in self.requests)  # transferred KV
         self._with_kv = self._with_kv + 1 if come else 0
         if self._with_kv % (MAX_SHORT_STEPS + 1):
             chunk = BLOCK

@@ -190,7 +190,7 @@ def one_cache(trace: Sequence[tuple[float, int, int, Sequence[int]]], blocks: in
 if __name__ == "__main__":
     trace = read(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
     blocks = int(sys.argv[4])
-    print(f"one cache of their size finds {one_cache(trace, 4 * blocks):.3f}")
+    print(f"one cache of their total size finds {one_cache(trace, 4 * blocks):.3f}")
     for by_prefix in (False, True):
         graph = PrefixGraph(by_prefix=by_prefix, blocks=blocks)
         done = graph.replay(trace)

@@ -1,4 +1,4 @@
-"""The parts of Compose that check our files without Docker: variables, merging, known keys. Also helpers of tests of
+"""What Compose does with our files, without Docker: variables, merging, known keys. Also helpers for tests of
 deploy/."""
 
 import os
@@ -49,7 +49,7 @@ def _merge(below: Any, above: Any) -> Any:
 
 
 def replaced(words: list[str], substitutes: Mapping[str, str]) -> list[str]:
-    """Replace parts of words. Each must occur, because a renamed flag would go untested."""
+    """Replace parts of words. Each must occur: otherwise a renamed flag would go untested."""
     for old, new in substitutes.items():
         assert any(old in word for word in words), f"{old} is not in {words}"
         words = [word.replace(old, new) for word in words]

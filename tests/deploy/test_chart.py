@@ -65,7 +65,7 @@ def _definitions(version: str) -> "Registry[Any]":
 
 @EACH
 @pytest.mark.parametrize("version", ["1.25", "1.37"])
-def test_kubernetes_takes_every_object(name: str, version: str) -> None:
+def test_kubernetes_takes_every_object_of_its_own_kinds(name: str, version: str) -> None:
     for each in combination(name):
         if each["apiVersion"] not in CUSTOM:
             errors = _validator(version, each["kind"], each["apiVersion"]).iter_errors(each)
@@ -223,7 +223,7 @@ def _in_any_order(value: Any) -> Any:
     return value
 
 
-def test_pod_values_of_one_role_override_those_of_all() -> None:
+def test_pod_values_of_one_component_override_those_of_all() -> None:
     own = {"spec": {"priorityClassName": "high"}}
     every = {"spec": {"priorityClassName": "low", "runtimeClassName": "nvidia"}}
     rendering = render({"pod": every, "etcd": {"pod": own}, "decode": {"pod": own}})

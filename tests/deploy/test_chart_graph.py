@@ -90,7 +90,7 @@ def pods(request: pytest.FixtureRequest, tmp_path: Path, credentials: Credential
 
 
 def test_each_role_of_the_file_is_a_deployment_with_the_gpus_of_its_plan(pods: Pods) -> None:
-    """Complaint: no disaggregation and no error: kserve#5987, modelplane#175, llm-d#1189."""
+    """Complaint (kserve#5987, modelplane#175, llm-d#1189): no disaggregation, and no error."""
     config = pods.config(next(iter(pods.rendering.roles())))
     sections = [config.decode and config.decode.role, config.prefill and "prefill"]
     sections += ["frontend"] if config.frontend and pods.name != "joined" else []
@@ -107,7 +107,7 @@ def test_each_role_of_the_file_is_a_deployment_with_the_gpus_of_its_plan(pods: P
 
 
 def test_addresses_are_the_pods_own_and_all_roles_are_in_one_graph(pods: Pods) -> None:
-    """Complaint: a side channel at 0.0.0.0, or none: kthena#1781, llm-d#650."""
+    """Complaint (kthena#1781, llm-d#650): a side channel at 0.0.0.0, or none."""
     roles, services = pods.rendering.roles(), pods.rendering.of("Service")
     configs = {role: pods.config(role) for role in roles}
     for role, each in roles.items():
@@ -205,7 +205,7 @@ def test_members_of_a_cluster_reach_each_other_and_a_joined_model_its_graph() ->
     assert _reaches(joined, "frontend", "decode") == set()
 
 
-def test_monitoring_reaches_pages_alone() -> None:
+def test_monitoring_reaches_only_pages() -> None:
     for policy in combination("gpus").of("NetworkPolicy").values():
         for rule in policy["spec"]["ingress"]:
             if any("namespaceSelector" in peer for peer in rule["from"]):
@@ -263,7 +263,7 @@ def _queries(scaled: dict[str, Any]) -> list[str]:
 
 
 def test_prefill_and_decode_scale_apart() -> None:
-    """Complaint: an autoscaler that ignores prefill: llm-d-autoscaling#1213."""
+    """Complaint (llm-d-autoscaling#1213): an autoscaler that ignores prefill."""
     objects = combination("scaled").of("ScaledObject")
     assert {name: each["spec"]["scaleTargetRef"]["name"] for name, each in objects.items()} == {
         "pdserve-decode": "pdserve-decode",
@@ -318,8 +318,8 @@ def _expects(query: str, value: float) -> dict[str, Any]:
 
 
 def test_a_revision_keeps_its_own_yaml() -> None:
-    """Complaint: rollouts that mix revisions: llm-d-modelservice#252. A new YAML has a new ConfigMap, so that all roles
-    roll out; old pods keep their ConfigMap, which cannot change."""
+    """Complaint (llm-d-modelservice#252): rollouts that mix revisions. A new YAML has a new ConfigMap, so that all
+    roles roll out; old pods keep their ConfigMap, which cannot change."""
     before, after = (render({"config": FILES["local"] + OPEN + end}) for end in ("", "# changed\n"))
     names = []
     for rendering in (before, after):

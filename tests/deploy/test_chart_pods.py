@@ -1,5 +1,5 @@
 """The rendered pods run with simulated engines in the benchmarks' small kubelet (`hosts/pods.py`). (Processes replaced
-under load: `tests/wire/test_rolling.py`; lost hosts: chaos; a long time: `python -m pdserve_bench.soak --form
+under load: `tests/wire/test_rolling.py`; lost hosts: chaos; hours of load: `python -m pdserve_bench.soak --form
 pods`.)"""
 
 import asyncio
@@ -155,7 +155,7 @@ async def answers(url: str) -> None:
         client.headers["authorization"] = f"Bearer {KEY}"
 
         async def remote() -> bool:
-            """Send an uncached prompt. The prefill worker may be available later than the frontend."""
+            """Whether an uncached prompt is prefilled remotely. (The prefill worker may be ready later.)"""
             answer = await client.post("/v1/completions", json=asked | {"cache_salt": os.urandom(8).hex()})
             return answer.raise_for_status().headers["x-pdserve-prefill"] == "remote"
 

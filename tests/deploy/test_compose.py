@@ -1,5 +1,5 @@
-"""The Compose files are consistent, and real servers start with exactly their flags: one of each, and clusters of
-three."""
+"""The Compose files are consistent, and real servers start with their flags (except ports and folders): one of
+each, and clusters of three."""
 
 import asyncio
 import re
@@ -51,7 +51,7 @@ def test_keys_exist_images_are_pinned_and_data_is_kept(files: tuple[str, ...]) -
         assert any(word.endswith(f"={folder}") for word in service["command"])
 
 
-def test_everything_is_on_loopback_unless_asked_otherwise() -> None:
+def test_nats_and_etcd_are_on_loopback_unless_another_address_is_set() -> None:
     for compose, address in ((load(BASE), "127.0.0.1"), (load(BASE, PDSERVE_BIND="10.0.0.5"), "10.0.0.5")):
         published = [port for name in ("nats", "etcd") for port in compose["services"][name]["ports"]]
         assert len(published) == 2
@@ -158,7 +158,7 @@ def _mounted(service: str, folder: str) -> str:
     return next(str(source) for source, target, *_ in mounts if target == folder)
 
 
-def test_all_have_the_credentials() -> None:
+def test_all_services_of_the_graph_have_the_credentials() -> None:
     services = load(BASE, CREDENTIALS="/secrets")["services"]
     graph = [service for service in services.values() if service.get("profiles") != ["watch"]]
     assert all("/secrets:/credentials:ro" in service["volumes"] for service in graph)
@@ -298,7 +298,7 @@ async def test_three_nats_servers_are_a_cluster(tmp_path: Path, of_hosts: Creden
             assert isinstance(member, _ComposedNats)
             page = f"http://127.0.0.1:{member.health}/healthz?js-enabled-only=true"
             assert (await http.get(page)).status_code == 200
-            with pytest.raises(ConnectionRefusedError):  # the page is for this host only
+            with pytest.raises(ConnectionRefusedError):  # the page is on 127.0.0.1 only
                 await asyncio.open_connection("127.0.0.9", member.health)
 
 

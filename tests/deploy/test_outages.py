@@ -1,5 +1,5 @@
 """Each outage fires its alert in a real Prometheus and is a problem in `/health`, which still returns 200 because
-requests are served. Tested under `serve` and with roles alone. In pods: `test_chart_pods.py`."""
+requests are served. Tested with and without `serve`. In pods: `test_chart_pods.py`."""
 
 import asyncio
 import json
@@ -78,7 +78,7 @@ class Watched:
 
 
 async def outages(graph: Watched, send: Callable[[str, int], None]) -> None:
-    """Stop in turn: a decode worker and NATS, etcd, all prefill workers, all decode workers."""
+    """Stop in turn: a decode worker with NATS; etcd; all prefill workers; all decode workers."""
 
     async def during(names: list[str], problem: str, *alerts: str) -> None:
         for name in names:
@@ -136,7 +136,7 @@ def _is(command: Sequence[str], name: str) -> bool:
 
 
 @pytest.mark.timeout(600)
-async def test_roles_alone(tmp_path: Path) -> None:
+async def test_without_serve(tmp_path: Path) -> None:
     """At the end, the prefill workers, a frontend, NATS and etcd are killed, and nothing restarts them until their
     alerts fire."""
     async with started_without_serve(_file(tmp_path), tmp_path, print, workers=2) as running:

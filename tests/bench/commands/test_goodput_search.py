@@ -35,7 +35,7 @@ def _searched(curve: Curve, search: GoodputSearch, seed: int = 1) -> list[float]
 @pytest.mark.parametrize(
     ("steep", "typical", "worst"), [(60, 0.045, 0.08), (20, 0.045, 0.1), (3, 0.17, 0.35)]
 )
-def test_the_border_is_found(steep: float, typical: float, worst: float) -> None:
+def test_the_goodput_is_found(steep: float, typical: float, worst: float) -> None:
     """If the share falls steeply, 19 of 20 searches err by less than half the precision, with few probes."""
     errors, probes, inside = [], [], 0
     for seed in range(SEARCHES):
@@ -60,7 +60,7 @@ def test_the_border_is_found(steep: float, typical: float, worst: float) -> None
     assert max(probes) <= 24
 
 
-def test_a_server_without_a_good_rate_and_one_without_a_bad_rate() -> None:
+def test_a_server_that_carries_no_rate_and_one_that_carries_each_rate() -> None:
     search = GoodputSearch(start=4.0, lowest=0.25)
     assert _searched(Curve(0.001, 60), search) == [4.0, 2.0, 1.0, 0.5, 0.25, 0.25]
     assert (search.carried, search.broken, search.estimate, search.found) == (None, 0.25, None, False)
@@ -100,7 +100,7 @@ def test_probes_are_bounded_whatever_they_find() -> None:
         assert search.probes <= 15
 
 
-def test_doubtful_ends_are_probed_again_and_pooled() -> None:
+def test_carried_and_broken_rates_are_probed_again_while_in_doubt() -> None:
     search = GoodputSearch(start=4.0, precision=0.5)
     search.tell(4.0, 92, 100)
     search.tell(5.5, 50, 100)

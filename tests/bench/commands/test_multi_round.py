@@ -26,7 +26,7 @@ def _load(users: int, rounds: int, qps: float, **more: Any) -> MultiRound:
     return MultiRound(num_users=users, num_rounds=rounds, qps=qps, **more)
 
 
-def test_the_number_of_active_users_is_constant() -> None:
+def test_the_number_of_active_users_stays_about_constant() -> None:
     """A user asks six times, once per interval, and leaves. Another joins every 2.5 s."""
     load, interval = _load(20, 6, 2, seed=7), 10.0
     assert (load.interval, load.joining, load.rate) == pytest.approx((interval, 2.5, 2.4))
@@ -114,7 +114,7 @@ async def test_users_wait_for_a_slow_server() -> None:
 
 
 async def test_late_responses_stay_unfinished() -> None:
-    """The load generator stalls, too (`time.sleep`), and the delay is recorded."""
+    """`time.sleep` blocks the load generator, too, and the delay is recorded."""
     async with tiny_server(OpenAi(ttft=30)) as tiny:
         run, load = LoadRun(), _load(9, 1, 9, answer_len=1, seconds=1, patience=0.5)
         asking = asyncio.create_task(load.run(Endpoint(tiny.url, "tiny"), run))

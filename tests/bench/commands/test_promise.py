@@ -42,7 +42,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arms, "SETTLED", 0.0)
 
 
-async def test_an_arms_settings_end_with_it_and_earlier_ones_are_restored() -> None:
+async def test_an_arms_settings_end_with_the_arm_and_earlier_ones_are_restored() -> None:
     async with MemoryRegistry(MemoryServer(), "ns") as registry:
         before = {"router": "kv", "slo-ttft": "9s"}
         for name, value in before.items():

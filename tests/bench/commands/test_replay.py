@@ -45,7 +45,7 @@ def test_a_replay_needs_timestamps(tmp_path: Path) -> None:
         trace.replayed(1.0, 60.0, seed=1)
 
 
-def test_shrunk_prompts_share_the_same_part(tmp_path: Path) -> None:
+def test_shrinking_keeps_the_shared_fraction_of_prompts(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     lines = [{"input_length": 1600, "output_length": 3, "hash_ids": [0, 1, number, 4]} for number in (2, 3)]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -107,7 +107,7 @@ def test_the_report_counts_all_requests_and_tells_what_is_unknown() -> None:
     assert "queued prefills" not in {row[0] for row in report.tables[1].rows}
 
 
-async def test_the_command_replays_at_any_server(tmp_path: Path) -> None:
+async def test_the_command_replays_a_trace_at_a_given_server(tmp_path: Path) -> None:
     file = trace_file(tmp_path, (0, 40, 8), (1000, 5000, 8), (2000, 80, 8))
     tiny = OpenAi(ttft=0.01, gap=0.01)
     words = f"replay {file} --speed 4 --shrink 2 --seed 1 --json found.json"

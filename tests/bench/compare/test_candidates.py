@@ -82,7 +82,9 @@ def test_an_engine_has_all_gpus_if_they_divide_its_heads() -> None:
 
 
 @pytest.mark.parametrize(("keys", "share"), [("gpu-memory-utilization: 0.4", 0.8), ("max-num-seqs: 8", 0.92)])
-def test_one_engine_gets_the_shares_of_workers_on_one_gpu(tmp_path: Path, keys: str, share: float) -> None:
+def test_one_engine_gets_the_gpu_memory_of_all_workers_on_the_gpu(
+    tmp_path: Path, keys: str, share: float
+) -> None:
     worker = f"model: demo, {keys}, ServiceArgs: {{resources: {{gpu: 0.5}}}}"
     file = tmp_path / "shared.yaml"
     file.write_text(

@@ -58,7 +58,7 @@ def test_the_best_of_each_kind() -> None:
     assert best_of([slow, fast], False) is None
     far, near = entrant("far", True, r2=2), entrant("near", True, r2=16)
     assert best_of([far, near], True) is near
-    near.problem = "gone"
+    near.problem = "crashed"
     assert best_of([far, near], True) is far
 
 
@@ -71,7 +71,7 @@ def test_latencies_are_of_the_requested_or_the_carried_rate() -> None:
     assert lowest.rate == 2.0
 
 
-def test_failures_count_at_rates_that_are_carried() -> None:
+def test_only_failures_up_to_the_carried_rate_count() -> None:
     found = entrant("a", True, r2=20)
     probe(found, 4.0, 10, failed=10)
     assert found.result().failed == 0
@@ -93,7 +93,7 @@ def test_failures_count_at_rates_that_are_carried() -> None:
         ([(2, 20), (2, 20), (4, 0)], None, ""),  # hardly any request keeps the SLO: one probe is enough
     ],
 )
-def test_an_interval_rests_on_enough_requests(
+def test_a_rate_with_too_few_requests_is_named(
     probes: list[tuple[float, int]], rate: float | None, said: str
 ) -> None:
     found = entrant("a", True)
@@ -102,7 +102,7 @@ def test_an_interval_rests_on_enough_requests(
     assert (found.found.thin, found.result().thin) == (rate, said)
 
 
-def test_noise_is_known_if_both_searches_came_near_the_border() -> None:
+def test_noise_is_known_only_if_the_repeated_search_is_precise() -> None:
     near, again, wide = unknown(), unknown(), unknown()
     for found, low, high in ((near, 4.0, 4.4), (again, 3.6, 4.0), (wide, 2.0, 4.0)):
         found.search.tell(low, 100, 100)

@@ -33,31 +33,47 @@ DISAGGREGATE, DONT, SAME, UNKNOWN = Verdict
 FEW = together(None, 3.0, Tally(kept=2, gap=13))
 """An aggregated candidate that surely does not carry 3 requests/s."""
 CASES = {
-    "the intervals touch": (SAME, Criteria(), [together(3.0, 3.4), separate(3.3, 3.6)]),
-    "apart, but within the noise": (SAME, Criteria(noise=0.2), [together(), separate(3.5, 3.8)]),
-    "apart, above the noise": (DISAGGREGATE, Criteria(noise=0.1), [together(), separate(3.5, 3.8)]),
-    "loses within the noise": (SAME, Criteria(noise=0.2), [together(3.5, 3.8), separate(3.0, 3.3)]),
-    "just enough headroom": (DONT, Criteria(rate=2.0), [together(2.5, 2.7), separate()]),
-    "carried without headroom": (DISAGGREGATE, Criteria(rate=2.9), [together(), separate()]),
-    "nothing carries anything": (DONT, Criteria(), [together(None, 0.5), separate(None, 0.5)]),
-    "aggregated surely does not carry it": (DISAGGREGATE, Criteria(), [FEW, separate(3.0, None)]),
-    "aggregated nearly does": (
+    "the intervals overlap": (SAME, Criteria(), [together(3.0, 3.4), separate(3.3, 3.6)]),
+    "disjoint intervals, within the noise": (SAME, Criteria(noise=0.2), [together(), separate(3.5, 3.8)]),
+    "disjoint intervals, above the noise": (
+        DISAGGREGATE,
+        Criteria(noise=0.1),
+        [together(), separate(3.5, 3.8)],
+    ),
+    "the graph is worse, within the noise": (
+        SAME,
+        Criteria(noise=0.2),
+        [together(3.5, 3.8), separate(3.0, 3.3)],
+    ),
+    "the engine has just enough headroom": (DONT, Criteria(rate=2.0), [together(2.5, 2.7), separate()]),
+    "the engine has too little headroom": (DISAGGREGATE, Criteria(rate=2.9), [together(), separate()]),
+    "neither carries any rate": (DONT, Criteria(), [together(None, 0.5), separate(None, 0.5)]),
+    "the engine surely does not carry 3/s": (DISAGGREGATE, Criteria(), [FEW, separate(3.0, None)]),
+    "the engine nearly carries 3/s": (
         SAME,
         Criteria(),
         [replace(FEW, broke=Tally(kept=13, gap=2)), separate(3.0, None)],
     ),
-    "no rate was too high": (SAME, Criteria(), [together(40.0, None), separate(40.0, None)]),
-    "the winner dropped requests": (DONT, Criteria(), [together(), separate(failed=2)]),
-    "the baseline dropped requests": (UNKNOWN, Criteria(), [together(failed=2), separate()]),
-    "the better graph dropped requests": (
+    "both carry the highest rate": (SAME, Criteria(), [together(40.0, None), separate(40.0, None)]),
+    "the faster graph failed requests": (DONT, Criteria(), [together(), separate(failed=2)]),
+    "the engine failed requests": (UNKNOWN, Criteria(), [together(failed=2), separate()]),
+    "the better of two graphs failed requests": (
         DISAGGREGATE,
         Criteria(),
         [together(), separate(failed=2), separate(4.0, 4.4)],
     ),
     "the graph did not start": (UNKNOWN, Criteria(), [together(), separate(None, None, problem="no memory")]),
     "nothing was measured": (UNKNOWN, Criteria(), []),
-    "the better graph wins": (DISAGGREGATE, Criteria(), [together(), separate(2.0, 2.2), separate()]),
-    "the better engine is the peer": (SAME, Criteria(), [together(1.0, 1.1), together(8.8, 9.5), separate()]),
+    "the better of two graphs counts": (
+        DISAGGREGATE,
+        Criteria(),
+        [together(), separate(2.0, 2.2), separate()],
+    ),
+    "the better of two engines counts": (
+        SAME,
+        Criteria(),
+        [together(1.0, 1.1), together(8.8, 9.5), separate()],
+    ),
 }
 
 

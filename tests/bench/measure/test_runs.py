@@ -106,7 +106,7 @@ sys.exit(3)
 @pytest.mark.parametrize(
     ("numbers", "code"), [([signal.SIGHUP], 3), ([signal.SIGINT, signal.SIGTERM], -signal.SIGTERM)]
 )
-def test_a_signal_ends_a_run_in_order_and_a_second_one_at_once(numbers: list[int], code: int) -> None:
+def test_a_signal_stops_a_run_gracefully_and_a_second_one_kills_it(numbers: list[int], code: int) -> None:
     command = [sys.executable, "-c", PROGRAM.format(stopping=60 * (len(numbers) - 1))]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:

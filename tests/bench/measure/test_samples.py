@@ -44,7 +44,7 @@ def test_the_interval_is_wilsons(hits: int, count: int, low: float, high: float)
         ([1.0, 0.2, 0.4, 0.6, 0.1], [1, 1, 1, 1, 1], [1.0, 0.4, 0.4, 0.4, 0.1]),
     ],
 )
-def test_a_falling_fit_pools_what_rises(
+def test_a_falling_fit_pools_values_that_rise(
     values: list[float], weights: list[float], fitted: list[float]
 ) -> None:
     assert falling(values, weights) == pytest.approx(fitted)

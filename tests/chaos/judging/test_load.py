@@ -92,7 +92,7 @@ async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
         ((7, 9, 8), Judgement.WRONG),
         ((), Judgement.WRONG),
     ],
-    ids=["the same", "all the other's", "a mixture", "no other"],
+    ids=["equal outputs", "the second output", "a mixture of both", "no second output"],
 )
 async def test_a_second_expected_output_counts_only_as_a_whole(
     other: tuple[int, ...], result: Judgement

@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("max_model_len", [300, 1024, 8192])
-def test_prompts_are_short_or_long_and_never_the_same(file: Path, max_model_len: int) -> None:
+def test_prompts_are_short_or_long_and_no_two_are_equal(file: Path, max_model_len: int) -> None:
     cases = list(islice(endless(prompt_lengths(load(file, {}), max_model_len), 1), 60))
     lengths = {len(case.prompt) for case in cases}
     assert min(lengths) <= 100 < max(lengths)
@@ -65,7 +65,7 @@ def test_only_outputs_of_simulated_engines_are_computed(file: Path) -> None:
     rest = replace(case, prompt=case.prompt + answer[:5], max_tokens=case.max_tokens - 5)
     assert answer[5:] == computed(rest, model)
     other = replace(case, prompt=(case.prompt[0] + 1, *case.prompt[1:]))
-    assert computed(other, model)[-8:] != answer[-8:], "tokens depend on the first one too"
+    assert computed(other, model)[-8:] != answer[-8:], "tokens depend on the first prompt token too"
     file.write_text(YAML.replace("PrefillWorker: {engine: sim", "PrefillWorker: {engine: vllm"))
     assert simulated(load(file, {})) is None
 
@@ -105,7 +105,7 @@ def _beside(asked: dict[str, Any]) -> bool:
         (lambda asked: [_prompt(asked), 1], POOL),
         (lambda asked: [_prompt(asked), int(_beside(asked) and _prompt(asked) % 3 == 0)], POOL - POOL // 3),
     ],
-    ids=["always the same", "every third one differs in a batch"],
+    ids=["one output each", "every third prompt has another output in a batch"],
 )
 async def test_only_prompts_with_one_output_are_used(answer: Answer, kept: int) -> None:
     async with _client(answer) as client:

@@ -91,7 +91,7 @@ def test_a_run_without_faults_has_not_passed() -> None:
     assert not passed([Row("none", requests=10, recovered=0.0), Row("etcd-cut", skipped="needs root")])
 
 
-async def test_hung_requests_and_missing_workers_are_reported() -> None:
+async def test_remaining_requests_and_missing_workers_are_reported() -> None:
     watch = GraphWatch()
     with serve_pages("127.0.0.1") as page:
         page.watched = lambda: ProcessReport(Load(running=2, waiting=5))

@@ -53,7 +53,7 @@ def told(process: "subprocess.Popen[str]") -> tuple[float, float]:
     return before, after
 
 
-def test_one_clock_stands_still_and_another_goes_on(two: list["subprocess.Popen[str]"], clocks: Path) -> None:
+def test_one_clock_is_set_back_and_another_is_not(two: list["subprocess.Popen[str]"], clocks: Path) -> None:
     stopped, other = two
     first = told(stopped)[1], told(other)[1]
     assert stand_still(clocks, [stopped.pid], HOUR) == 1

@@ -213,7 +213,7 @@ def test_a_decode_worker_alone_needs_named_servers(tmp_path: Path) -> None:
     assert config.prefill is None
 
 
-def test_workers_without_a_frontend_get_one_unless_servers_are_named(tmp_path: Path) -> None:
+def test_a_dynamo_file_without_a_frontend_gets_one(tmp_path: Path) -> None:
     assert read(tmp_path, "VllmWorker: {model: demo}\n").frontend is None, "not a Dynamo file"
     config = read(tmp_path, "VllmWorker: {model: demo, router: round-robin}\n")
     assert config.frontend is not None
@@ -245,7 +245,9 @@ def test_refused_keys_say_what_to_write(tmp_path: Path, old: str, new: str, said
 
 
 @pytest.mark.parametrize(("size", "said"), [(16, "set nnodes"), (3, "plan shows it with --role")])
-def test_more_gpus_than_a_host_has_point_to_nnodes(tmp_path: Path, size: int, said: str) -> None:
+def test_advice_if_one_worker_or_all_need_more_gpus_than_a_host_has(
+    tmp_path: Path, size: int, said: str
+) -> None:
     sized = FILE.replace("gpu: '1'", f"gpu: '{size}'").replace(
         "  router: kv", f"  tensor-parallel-size: {size}"
     )
@@ -262,7 +264,7 @@ def test_more_gpus_than_a_host_has_point_to_nnodes(tmp_path: Path, size: int, sa
 
 
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason="needs the samples that are not part of the repository")
-def test_samples_of_other_people() -> None:
+def test_dynamo_files_of_other_people_get_a_plan() -> None:
     found = sorted(SAMPLES.glob("dynamo-*.yaml"))
     assert len(found) >= 4
     for path in found:

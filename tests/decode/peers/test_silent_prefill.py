@@ -23,7 +23,7 @@ def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine_checks, name, seconds)
 
 
-FALLBACK, ALONE = ("local", "fallback"), ("local", "no-prefill-worker")
+FALLBACK, NO_WORKER = ("local", "fallback"), ("local", "no-prefill-worker")
 
 
 async def test_a_prefill_worker_reports_the_loss_and_return_of_the_queue(
@@ -64,7 +64,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
         await listening.__aexit__(None, None, None)
     assert (await frontend.end_of(taken)).way == FALLBACK
     assert (await frontend.end_of(waiting)).way == FALLBACK
-    assert (await frontend.ask(LONG[2:])).way == ALONE
+    assert (await frontend.ask(LONG[2:])).way == NO_WORKER
     if end == "it is killed":
         await acted.queue.expect_addressed("prefill-x")
     elif end == "it hangs":
@@ -77,7 +77,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
 
 
 @pytest.mark.usefixtures("patient", "quick_watch")
-async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts_are_prefilled_locally(
+async def test_a_prefill_worker_whose_engine_stalls_pulls_nothing_and_its_prompts_are_prefilled_locally(
     graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prompts are prefilled remotely again when the engine works again."""
@@ -87,7 +87,7 @@ async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts
     assert "stalled: the engine of prefill-0 stalled (" in caplog.text
     pulling = prefill.worker._prompts.pulling
     assert pulling.stalled
-    assert (await frontend.ask(LONG[1:])).way == ALONE
+    assert (await frontend.ask(LONG[1:])).way == NO_WORKER
     other = await graph.queue()
     await other.publish(PrefillRequest("untaken", "decode-0", LONG, 30.0, 16, body()))
     await holds(lambda: graph.depth == 1)
@@ -98,10 +98,10 @@ async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts
     await prefill.frees_all()
 
 
-async def test_after_two_untaken_prompts_all_are_local_until_a_worker_is_heard_of(
+async def test_after_two_untaken_prompts_all_are_local_until_a_message_of_a_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A prompt that waits with a longer timeout is prefilled locally, too. Timeouts grow with the prompt."""
+    """A waiting prompt whose timeout is longer (it grows with the prompt) is prefilled locally, too."""
     monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 0.1)
     async with WorkerGraph(max_prefill_queue_size=9) as graph:
         acted, frontend = await graph.act_prefill(), await graph.frontend()
@@ -115,7 +115,7 @@ async def test_after_two_untaken_prompts_all_are_local_until_a_worker_is_heard_o
                 assert (await frontend.ask(prompt)).way == FALLBACK
         assert (await frontend.end_of(long)).way == FALLBACK
         assert caplog.text.count("no prefill worker pulls prompts") == 1
-        assert (await frontend.ask(LONG[3:])).way == ALONE
+        assert (await frontend.ask(LONG[3:])).way == NO_WORKER
         await acted.answer(PrefillStarted("of a request that is over", "prefill-x"))
         await until(lambda: bool(graph.decode._workers.available()))
         assert (await frontend.ask(LONG[4:])).way == FALLBACK

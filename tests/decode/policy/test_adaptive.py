@@ -39,7 +39,7 @@ def finish(
 def test_without_a_promise_adaptive_is_about_as_good_as_the_better_way(
     slow: tuple[float, float], load: float
 ) -> None:
-    """With decode and prefill workers of different speeds."""
+    """With decode and prefill workers of equal and of different speeds."""
     (local, local_kept), (remote, remote_kept), (median, share) = (
         finish(settings, slow, load) for settings in (ALL_LOCAL, ALL_REMOTE, ADAPTIVE)
     )
@@ -55,7 +55,7 @@ def test_on_one_shared_core_adaptive_is_about_as_good_as_local_prefill(load: flo
     assert median <= local + (remote - local) / 4
 
 
-def test_on_slow_workers_a_step_with_a_prompt_stays_short() -> None:
+def test_on_slow_workers_adaptive_keeps_the_slo_more_often_than_remote_prefill() -> None:
     assert finish(ADAPTIVE, (4.0, 4.0), 0.4)[1] > finish(ALL_REMOTE, (4.0, 4.0), 0.4)[1] + 0.08
 
 

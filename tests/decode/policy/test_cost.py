@@ -61,7 +61,7 @@ def test_a_local_prompt_waits_for_earlier_prompts_and_delays_streams() -> None:
         (0, [(0, SLOW)], 0.0, 0.5),
         (2200, [(0, FAST), (0, SLOW)], 0.1, 2 / 22),
     ],
-    ids=["idle", "queued", "already pulled", "two workers", "one is busy", "slow", "fast and slow"],
+    ids=["idle", "queued", "queued and pulled", "two workers", "one is busy", "slow", "fast and slow"],
 )
 def test_prefill_workers_share_the_prompts_before_a_prompt(
     queued: float, remote: Sequence[tuple[float, float]], wait: float, compute: float
@@ -121,18 +121,18 @@ def worker(name: str, ahead: float = 0, cached: int = 0, token: float = FAST) ->
         ([worker("a", cached=1900)], 0, None),
     ],
     ids=[
-        "nothing is shared",
-        "one has it",
-        "one has more of it",
-        "all have it",
-        "the idle one has it",
-        "the wait costs more than it saves",
-        "the wait costs less",
-        "all are busy",
-        "the holder is slow",
-        "too little",
-        "a small part of the prompt",
-        "there is no other",
+        "no worker has the prefix",
+        "one worker has the prefix",
+        "one worker has more of the prefix",
+        "both workers have the prefix",
+        "both have the prefix, one is busy",
+        "the wait costs more than the prefix saves",
+        "the wait costs less than the prefix saves",
+        "both workers are busy",
+        "the worker with the prefix is slow",
+        "the prefix is short",
+        "the prefix is a small part of the prompt",
+        "there is only one worker",
     ],
 )
 def test_a_prompt_goes_to_the_worker_with_its_prefix_where_that_saves_time(

@@ -7,6 +7,7 @@ from tests.decode.virtual import ADAPTIVE, VirtualGraph, VirtualRequest
 
 
 def test_waiting_prompts_are_a_backlog_until_they_are_computed() -> None:
+    """Flex prompts do not count."""
     graph = VirtualGraph(ADAPTIVE, decode=2)
     assert [each.estimator.outlook().backlog for each in graph.decode] == [0.0, 0.0]
     for client in ["", "~flex"] * 20:

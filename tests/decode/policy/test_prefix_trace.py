@@ -16,7 +16,7 @@ def documents(count: int, questions: int, rate: float) -> list[tuple[float, int,
     ]
 
 
-def test_four_workers_find_nearly_what_one_cache_of_their_size_finds() -> None:
+def test_four_workers_find_nearly_what_one_cache_of_their_total_size_finds() -> None:
     trace = documents(30, 12, rate=8.0)
     blind, found = (PrefixGraph(by_prefix=by_prefix, blocks=200) for by_prefix in (False, True))
     before, after = Figures.of(blind.replay(trace)), Figures.of(found.replay(trace))

@@ -48,13 +48,13 @@ def test_expected_slo_misses(changes: dict[str, object], local: float, remote: f
 @pytest.mark.parametrize(
     ("slo_misses", "streams", "better"),
     [
-        ((0.0, 1.0), 1, "remote"),
-        ((0.0, 2.5), 1, "local"),
-        ((1.0, 0.0), 0, "remote"),
-        ((MIN_MISS_DIFFERENCE / 2, 0.0), 1, "remote"),
+        pytest.param((0.0, 1.0), 1, "remote", id="remote misses one more but costs under half"),
+        pytest.param((0.0, 2.5), 1, "local", id="remote misses 2.5 more"),
+        pytest.param((1.0, 0.0), 0, "remote", id="local misses one more"),
+        pytest.param((MIN_MISS_DIFFERENCE / 2, 0.0), 1, "remote", id="about equal: remote is cheaper"),
     ],
 )
-def test_costs_decide_between_equal_slo_misses(
+def test_slo_misses_are_weighed_against_costs(
     slo_misses: tuple[float, float], streams: int, better: str
 ) -> None:
     assert Estimates(0.0, 1.0, streams, 0.0, 0.5, 0.1, 1.0, slo_misses=slo_misses).better == better

@@ -12,10 +12,10 @@ async def test_cancelled_prompts_leave_the_queue_and_cost_their_client_no_turn()
         frontend = await graph.frontend()
         await frontend.submit(list(range(3, 4003)), client="b")
         await until(lambda: bool(graph.decode.requests))
-        gone = [await frontend.submit([n, *range(1000, 2000)], client="a") for n in range(10)]
+        cancelled = [await frontend.submit([n, *range(1000, 2000)], client="a") for n in range(10)]
         others = [await frontend.submit([n, *range(3000, 4000)], client="b") for n in range(3)]
         await until(lambda: len(graph.decode.requests) == 14)
-        for each in gone:
+        for each in cancelled:
             await frontend.cancel(each)
         await until(lambda: len(graph.decode.requests) == 4)
         again = await frontend.submit([7, *range(5000, 6000)], client="a")

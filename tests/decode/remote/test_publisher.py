@@ -99,7 +99,7 @@ async def test_held_prompts_are_prefilled_locally_when_no_worker_can_pull_them(
 
 
 @pytest.mark.usefixtures("acted", "hasty")
-async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_hangs(
+async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_pulls_nothing(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     """A held prompt times out as if it were in the queue."""

@@ -21,7 +21,7 @@ from tests.engine.sims import LOADED, body, sim
 from tests.memory.registry import MemoryRegistry
 
 LONG = [300 + (7 * number) % 600 for number in range(500)]
-HUNG = Instance("prefill-x", Role.PREFILL, "demo", wire=WIRE, fingerprint=LOADED)
+SILENT = Instance("prefill-x", Role.PREFILL, "demo", wire=WIRE, fingerprint=LOADED)
 
 
 def warm(result: str) -> float:
@@ -81,15 +81,15 @@ async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
         sim(Role.DECODE, "decode-x") as engine,
     ):
         await registry.put("instances/decode/decode-x", encode_record(decode))
-        answer_sender = queue.answers("decode-x")
+        answers = queue.answers("decode-x")
         worker = graph.make(PrefillWorker, "prefill-0")
         life = asyncio.create_task(worker.run())
         await until(lambda: bool(newcomers(graph)))
         prompt = LONG[:18]
         request = PrefillRequest("w", "decode-x", prompt, 60.0, 16, body(), warm_up=True)
         await queue.address("prefill-0", request)
-        assert await anext(answer_sender) == PrefillStarted("w", "prefill-0")
-        done = await anext(answer_sender)
+        assert await anext(answers) == PrefillStarted("w", "prefill-0")
+        done = await anext(answers)
         assert isinstance(done, PrefillDone)
         await holds(lambda: not worker.ready.is_set())
         assert "instances/prefill/prefill-0" not in await registry.read("")
@@ -105,7 +105,7 @@ async def test_a_decode_worker_registers_without_a_silent_prefill_worker_and_ask
 ) -> None:
     graph, failed = WorkerGraph(), warm("failed")
     async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
-        await registry.put("newcomers/prefill/prefill-x", encode_record(HUNG))
+        await registry.put("newcomers/prefill/prefill-x", encode_record(SILENT))
         async with graph:
             assert graph.decode.ready.is_set()
             await until(lambda: warm("failed") >= failed + 2)
@@ -132,8 +132,8 @@ async def test_a_failed_warm_up_is_repeated_and_is_no_failure_of_a_request(
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
-async def test_a_worker_stops_waiting_for_a_newcomer_that_is_gone(slow: None, role: Role) -> None:
-    """The newcomer hangs, then leaves the registry."""
+async def test_a_worker_stops_waiting_for_a_newcomer_that_left(slow: None, role: Role) -> None:
+    """The newcomer does not answer, then leaves the registry."""
     graph, other = WorkerGraph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
     key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", wire=WIRE, fingerprint=LOADED)
     worker = graph.decode if role is Role.DECODE else graph.make(PrefillWorker, "prefill-0")
@@ -182,7 +182,7 @@ async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.01)
     graph = WorkerGraph(drain_timeout=30.0)
     async with MemoryRegistry(graph.registry, "t") as registry:
-        await registry.put("newcomers/prefill/prefill-x", encode_record(HUNG))
+        await registry.put("newcomers/prefill/prefill-x", encode_record(SILENT))
         async with graph:
             frontend = await graph.frontend()
             running = await frontend.stream(max_tokens=200)
