@@ -89,10 +89,6 @@ class VirtualRequest:
         return self.begun + self.decode.graph.promised.ttft
 
     @property
-    def arrived(self) -> float:
-        return self.begun
-
-    @property
     def gap(self) -> float:
         return self.decode.graph.promised.gap
 

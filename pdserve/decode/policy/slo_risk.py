@@ -13,11 +13,6 @@ MAX_STEP = 0.028
 """Target seconds of a step with a chunk, beside streams without an SLO: less than the gaps that users often ask for."""
 MAX_STEP_FACTOR = 2
 """This many times a plain step is the target, if that is longer than `MAX_STEP`."""
-LATE = 0.6
-"""Seconds of waiting after which a prompt that is in no engine is late."""
-LATE_FACTOR = 2
-"""While a prompt is late, that target and the largest chunk are multiplied by this, so that first tokens come earlier
-at the price of gaps."""
 MIN_CHUNK_PART = 4
 """Beside streams without an SLO, the chunk is at least the usual one divided by this, to bound a prompt's steps."""
 
@@ -36,15 +31,10 @@ def chunk_of(step: float, plain: float, token_seconds: float, usual: int, block:
     return max(block, int((step - plain) / token_seconds))
 
 
-def chunk_without_slo(
-    plain: float, token_seconds: float, usual: int, block: int, *, late: bool = False
-) -> int:
-    """Return the prompt tokens of a step beside streams without an SLO: at most `usual`, with a late prompt
-    `LATE_FACTOR` times as many."""
-    factor = LATE_FACTOR if late else 1
-    step = factor * max(MAX_STEP, MAX_STEP_FACTOR * plain)
-    chunk = chunk_of(step, plain, token_seconds, usual, block)
-    return min(factor * usual, max(usual // MIN_CHUNK_PART, chunk))
+def chunk_without_slo(plain: float, token_seconds: float, usual: int, block: int) -> int:
+    """Return the prompt tokens of a step beside streams without an SLO; at most `usual`."""
+    chunk = chunk_of(max(MAX_STEP, MAX_STEP_FACTOR * plain), plain, token_seconds, usual, block)
+    return min(usual, max(usual // MIN_CHUNK_PART, chunk))
 
 
 @dataclass(frozen=True)

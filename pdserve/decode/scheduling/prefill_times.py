@@ -12,7 +12,7 @@ from pdserve.contract.messages import PrefillDone, PrefillLoad
 from pdserve.contract.slo import is_flex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.policy.cost import Estimates, RemoteWorker, SeenLoad, estimate
-from pdserve.decode.policy.slo_risk import LATE, SloRisk, chunk_of, chunk_without_slo, longest_step
+from pdserve.decode.policy.slo_risk import SloRisk, chunk_of, chunk_without_slo, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.kv.handles import prefix_hit
 from pdserve.process.learned import MIN_MEASURED_TOKENS, WEIGHT, LearnedMean, PrefillSpeed, decayed
@@ -157,22 +157,13 @@ class Estimator:
         """Prompt tokens of a step beside the streams that run now."""
         return self._chunk(self.requests.clients())
 
-    def _chunk(self, requests: Sequence[DecodeRequest]) -> int:
+    def _chunk(self, requests: Iterable[DecodeRequest]) -> int:
         plain, token = self._plain.value or 0.0, self._chunk_token.value or 0.0
         streams = [each for each in requests if each.has_first_step]
         if streams and all(each.gap == math.inf for each in streams):
-            late = any(map(self._is_late, requests))
-            return chunk_without_slo(plain, token, self.usual, self.block(), late=late)
+            return chunk_without_slo(plain, token, self.usual, self.block())
         steps = (longest_step(each.gap, plain) for each in streams if not each.missed_slo)
         return chunk_of(min(steps, default=math.inf), plain, token, self.usual, self.block())
-
-    def _is_late(self, request: DecodeRequest) -> bool:
-        """Whether no engine has the prompt yet, and it has waited long. A flex prompt is never late."""
-        waits = (request.local_tokens and not request.since) or (
-            request.remote_tokens and not request.prefiller
-        )
-        late = bool(waits) and self.clock() - request.arrived > LATE
-        return late and not is_flex(request.submit.client)
 
     def stepped(self, ended: float, prompt_tokens: int) -> None:
         """Learn from an engine step, whose outputs are recorded, how long a plain step takes and how many seconds each

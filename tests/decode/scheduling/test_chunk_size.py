@@ -1,20 +1,16 @@
 """With a promised gap, a chunk has the tokens that fit into the gap at the measured speed."""
 
 import math
-from collections.abc import Callable
-from statistics import median
-from typing import Any
 
 import pytest
 
 from pdserve.config.schema import DecodeSection
 from pdserve.contract.messages import Promise
-from pdserve.contract.slo import FLEX_PREFIX, gap_miss_probability, is_flex
-from pdserve.decode.policy.slo_risk import LATE, LATE_FACTOR, chunk_of, chunk_without_slo, longest_step
-from pdserve.decode.scheduling import prefill_times
+from pdserve.contract.slo import gap_miss_probability
+from pdserve.decode.policy.slo_risk import chunk_of, chunk_without_slo, longest_step
 from pdserve.engine.sim.engine import SimEngine
 from tests.decode.graph import LONG, SHORT, FrontendStream, WorkerGraph
-from tests.decode.virtual import ADAPTIVE, BLOCK, SPEED, Promised, VirtualGraph, VirtualRequest
+from tests.decode.virtual import BLOCK, SPEED, Promised, VirtualGraph
 
 USUAL = 256
 
@@ -77,41 +73,6 @@ def test_without_a_promise_streams_of_a_slow_engine_wait_less_for_chunks(
 ) -> None:
     assert abs(chunk_without_slo(plain, token, USUAL, BLOCK) - tokens) <= 1
     assert chunk_without_slo(plain, token, 0, BLOCK) == 0, "prompts are computed whole"
-
-
-def test_with_a_late_prompt_the_chunk_is_larger_but_not_with_unknown_speeds() -> None:
-    assert abs(chunk_without_slo(0.010, 1e-4, USUAL, BLOCK, late=True) - 460) <= 1
-    assert chunk_without_slo(0.010, 1e-5, USUAL, BLOCK, late=True) == LATE_FACTOR * USUAL
-    assert chunk_without_slo(0.010, 0.0, USUAL, BLOCK, late=True) == USUAL
-
-
-def first_tokens(monkeypatch: pytest.MonkeyPatch, late: float, drive: Callable[[VirtualGraph], Any]) -> float:
-    """Return the median TTFT in seconds on slow engines, with this time after which a prompt is late."""
-    monkeypatch.setattr(prefill_times, "LATE", late)
-    graph = VirtualGraph(ADAPTIVE, slow=(2, 2))
-    drive(graph)
-    return median(request.ttft for request in graph.done if request.begun > 3)
-
-
-def test_late_prompts_come_sooner_in_an_overloaded_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {
-        late: first_tokens(monkeypatch, late, lambda graph: graph.closed(32, 15)) for late in (LATE, math.inf)
-    }
-    assert found[LATE] < 0.85 * found[math.inf]
-    below = {
-        late: first_tokens(monkeypatch, late, lambda graph: graph.poisson(6, 15)) for late in (LATE, math.inf)
-    }
-    assert below[LATE] == below[math.inf], "no prompt is late"
-
-
-@pytest.mark.parametrize("client", ["someone", f"{FLEX_PREFIX}someone"])
-def test_a_flex_prompt_is_never_late(client: str) -> None:
-    decode = VirtualGraph(ADAPTIVE).decode[0]
-    request: Any = VirtualRequest(1300, 1, -LATE - 0.1, decode, client)
-    request.remote_tokens = 1300
-    assert decode.estimator._is_late(request) != is_flex(client)
-    request.prefiller = "prefill-0"
-    assert not decode.estimator._is_late(request), "an engine has it"
 
 
 class Limited(SimEngine):
