@@ -237,6 +237,10 @@ async def test_requests_for_a_kept_adapter_wait_while_the_graph_starts(tmp_path:
             await registry.put(keys.instance(instance), encode_record(instance))
             assert (await request).status_code == 200
             assert worker.requests[0].lora_request.lora_name == "red"
+        await until(lambda: not newest(graph).running)
+        first, second, *_ = newest(graph).hops
+        assert (first.name, first.why) == ("admission", "no decode worker is available")
+        assert (second.name, second.why) == ("admission", "this frontend loads the model's tokenizer")
 
 
 async def test_a_long_body_waits_while_the_graph_starts(tmp_path: Path) -> None:
