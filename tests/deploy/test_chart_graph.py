@@ -206,10 +206,10 @@ def test_members_of_a_cluster_reach_each_other_and_a_joined_model_its_graph() ->
 
 
 def test_monitoring_reaches_only_pages() -> None:
-    for policy in combination("gpus").of("NetworkPolicy").values():
-        for rule in policy["spec"]["ingress"]:
-            if any("namespaceSelector" in peer for peer in rule["from"]):
-                assert rule["ports"] == [{"port": "pages"}]
+    policies = combination("gpus").of("NetworkPolicy").values()
+    rules = [rule for policy in policies for rule in policy["spec"]["ingress"]]
+    found = [rule["ports"] for rule in rules if any("namespaceSelector" in peer for peer in rule["from"])]
+    assert found == [[{"port": "pages"}]] * len(combination("gpus").roles())
 
 
 # the check before an install
