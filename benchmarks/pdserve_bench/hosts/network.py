@@ -111,9 +111,12 @@ class Network:
         host = self.hosts[name]
         return self._host(name, host.number, host.clock)
 
+    def remove(self, name: str) -> None:
+        if host := self.hosts.pop(name, None):
+            host.vanish()
+
     def _host(self, name: str, number: int, clock: float) -> "Host":
-        if name in self.hosts:
-            self.hosts.pop(name).vanish()
+        self.remove(name)
         self.hosts[name] = host = Host(name, number, self.folder, clock)
         return host
 
@@ -182,6 +185,11 @@ class Host:
         """Return names of all processes but the first and its `sleep`."""
         (first,) = psutil.Process(self._holder.pid).children()
         return [name for child in first.children(recursive=True) if (name := child.name()) != "sleep"]
+
+    def shared_memory(self) -> list[str]:
+        """Return names of the files in its /dev/shm."""
+        (first,) = psutil.Process(self._holder.pid).children()
+        return [path.name for path in Path(f"/proc/{first.pid}/root/dev/shm").rglob("*")]
 
     def vanish(self) -> None:
         """Simulate a power loss: cut the link, kill all processes, and wait for their end."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -63,6 +63,8 @@ class Pod:
     files: Mapping[str, Mapping[str, str]]
     """ConfigMap or Secret -> file -> text"""
     process: HostProcess | None = None
+    builds: Mapping[str, Path] = field(default_factory=dict)
+    """Tag of pdserve's image -> folder with the package; without one it runs this checkout."""
 
     @property
     def is_role(self) -> bool:
@@ -106,7 +108,10 @@ class Pod:
         if "exec" in probe:
             return await self._exec(probe["exec"]["command"]) == 0
         with suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(trust_env=False, timeout=2) as client:
+            # no TLS, so do not load the CAs' certificates each time
+            async with httpx.AsyncClient(
+                trust_env=False, timeout=probe["timeoutSeconds"], verify=False
+            ) as client:
                 url = f"http://{self.host.address}:{self.port(probe['httpGet']['port'])}"
                 return (await client.get(url + probe["httpGet"]["path"])).is_success
         return False
@@ -128,8 +133,11 @@ class Pod:
 
     def _command(self) -> list[str]:
         spec, user = self.spec, self.template["spec"]["securityContext"]
-        words = spec.get("command") or [spec["image"].partition(":")[0]]
+        image, _, tag = spec["image"].partition(":")
+        words = spec.get("command") or [image]
         env = {name: os.environ[name] for name in _MACHINE if name in os.environ}
+        if build := self.builds.get(tag):  # not from the working directory, which may be a checkout
+            env |= {"PYTHONPATH": str(build), "PYTHONSAFEPATH": "1"}
         env["HOME"] = "/var/lib/pdserve"
         for each in spec["env"]:
             of_pod = {"status.podIP": self.host.address, "metadata.name": self.host.name}
@@ -183,15 +191,15 @@ def template(owner: Object) -> Object:
     return found
 
 
-def rendered(values: Mapping[str, object]) -> list[Object]:
-    """Render the chart of this checkout. Raises Unavailable."""
-    words = [str(HELM), "template", "pdserve", str(CHART), "--values", "-"]
+def rendered(values: Mapping[str, object], chart: Path = CHART) -> list[Object]:
+    """Render the chart, by default this checkout's. Raises Unavailable."""
+    words = [str(HELM), "template", "pdserve", str(chart), "--values", "-"]
     try:
         found = subprocess.run(words, input=json.dumps(values), capture_output=True, text=True, check=True)
     except FileNotFoundError:
         raise Unavailable(f"{HELM} is missing: `make dev` installs it") from None
     except subprocess.CalledProcessError as error:
-        raise Unavailable(f"helm cannot render {CHART}: {error.stderr}") from None
+        raise Unavailable(f"helm cannot render {chart}: {error.stderr}") from None
     return list(yaml.load_all(found.stdout, yaml.CSafeLoader))
 
 

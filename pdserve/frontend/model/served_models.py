@@ -139,8 +139,8 @@ class ServedModels:
     async def settled(self) -> None:
         """Wait until each model in the registry has a processor or a problem."""
         self._update()
-        for model in list(self._models.values()):
-            await model.settled.wait()
+        while unsettled := [each for each in self._models.values() if not each.settled.is_set()]:
+            await unsettled[0].settled.wait()
 
     # for reports
 

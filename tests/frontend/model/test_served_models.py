@@ -26,7 +26,7 @@ from pdserve.frontend.model.served_model import UNKNOWN_SECONDS
 from pdserve.frontend.observability.metrics_page import MetricsPage
 from pdserve.registry import keys
 from pdserve.stream.archives import archive_name, pack_model
-from tests.conditions import until
+from tests.conditions import holds, until
 from tests.frontend.conftest import MODEL, Graph, card, running_graph
 from tests.frontend.model.echo import EchoWorker
 from tests.frontend.observability.test_receipts import newest
@@ -121,6 +121,35 @@ async def test_a_listed_model_is_ready(graph: Graph, monkeypatch: pytest.MonkeyP
     assert "slow" not in before
     assert "slow" in after
     assert answer.status_code == 200
+
+
+async def test_a_new_frontend_waits_for_a_model_whose_card_changes_meanwhile(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a rolling upgrade the old frontend would end before the new one can serve."""
+    build = {"old": asyncio.Event(), "new": asyncio.Event()}
+
+    @asynccontextmanager
+    async def slowly(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
+        await build[card.fingerprint].wait()
+        async with serve_model(card, context, workers) as processor:
+            yield processor
+
+    def known() -> list[str]:
+        return [card.fingerprint for card in graph.models.known() if card.name == "rolling"]
+
+    monkeypatch.setattr("pdserve.frontend.model.processor.serve_model", slowly)
+    async with graph.worker("rolling", connected=False, loaded="old"):
+        await until(lambda: known() == ["old"])
+        old = graph.models._models["rolling"]
+        settled = asyncio.create_task(graph.models.settled())
+        async with graph.worker("rolling", connected=False, loaded="new", generation=1):
+            await until(lambda: known() == ["new"])
+            build["old"].set()
+            await asyncio.wait_for(old.settled.wait(), 30)
+            await holds(lambda: not settled.done())
+            build["new"].set()
+            await asyncio.wait_for(settled, 30)
 
 
 async def test_a_removed_model_is_garbage_collected(graph: Graph) -> None:
