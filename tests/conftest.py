@@ -32,8 +32,8 @@ ENGINES = (
 """One process runs these in turn, because all real engines at once would take more than 24 GB. They take longest and
 begin first."""
 CHAOS = ("tests/chaos/test_chaos.py", "tests/test_house.py")
-"""One group for one process: the long chaos tests and many short ones. Without the group, xdist would queue another
-file behind chaos."""
+"""One process runs the long chaos tests and then many short ones. xdist gives each process its next file in advance:
+alone, chaos would delay a longer one."""
 ORDER = (
     *ENGINES,
     "tests/bench/compare/test_command.py",
@@ -43,10 +43,10 @@ ORDER = (
     "tests/registry/test_outage.py",
     *CHAOS,
 )
-"""The longest files begin first, so that all processes end together. Chaos begins after most tests of real engines.
-Files that are not listed, such as tests/soak with its real engines, run last, by name."""
+"""The longest files begin first, so that all processes end together. Chaos is the last of them, so that most tests of
+real engines have ended. Files that are not listed, such as tests/soak with its real engines, run last, by name."""
 NICE = 5
-HANGS = 60
+EXIT_AFTER = 60
 """Seconds from a test's timeout until its process exits, which ends the whole run."""
 
 gc.disable()  # collection imports vLLM, whose objects stay; searching them for garbage takes a third of the time
@@ -88,7 +88,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """End the process of a test that swallows its timeout's exception, because CI would wait for the test."""
     marker = item.get_closest_marker("timeout")
     timeout = float(marker.args[0] if marker else item.config.getini("timeout"))
-    timer = threading.Timer(timeout + HANGS, os._exit, (1,))
+    timer = threading.Timer(timeout + EXIT_AFTER, os._exit, (1,))
     timer.daemon = True
     timer.start()
     try:

@@ -82,7 +82,7 @@ def _stopped(pid: int) -> bool:
 
 
 async def kill(server: EmbeddedServer) -> None:
-    """Send SIGKILL; return when the process is gone."""
+    """Send SIGKILL; return when the process has ended."""
     os.kill(pid_of(server), signal.SIGKILL)
     assert server.child
     await server.child.wait()

@@ -71,7 +71,7 @@ def imports(path: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("library", ALLOWED)
-def test_an_outside_library_is_imported_in_one_place(library: str) -> None:
+def test_an_outside_library_is_imported_only_in_its_places(library: str) -> None:
     importers = [name(path) for path in SOURCES if library in imports(path)]
     assert [each for each in importers if not each.startswith(ALLOWED[library])] == []
 
@@ -279,7 +279,7 @@ ENDS_ANYWAY = {"frontend/app.py": 1, "frontend/model/run.py": 1, "process/life.p
 
 
 def keeps_any_error(path: Path) -> int:
-    """How many handlers of Exception around an `await` neither raise nor call `reraise_fatal` first."""
+    """How many handlers of Exception around an `await` neither begin with `reraise_fatal` nor end with `raise`."""
 
     def keeps(handler: ast.ExceptHandler) -> bool:
         caught = ast.unparse(handler.type) if handler.type else "Exception"

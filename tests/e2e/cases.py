@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import httpx
 
 BLOCK = 32
+"""KV block size of the graph under test, in tokens."""
 LOCAL_LIMIT = 128
-"""`BLOCK` is the block size and this the max-local-prefill-length of the graph under test, in tokens."""
+"""Its max-local-prefill-length, in tokens."""
 
 # one token; around a KV block; around the local/remote threshold; several blocks; several prefill chunks
 LENGTHS = (1, 2, 31, 32, 33, 64, 127, 128, 129, 160, 161, 300, 512, 1000, 1501, 2048, 3000)

@@ -31,7 +31,7 @@ VllmWorker:
 PrefillWorker: {{common-configs: [model, block-size, max-model-len, dtype]}}
 """
 ENV = {"UCX_TLS": "tcp", "RES_OPTIONS": "timeout:1 attempts:1", "TORCH_COMPILE_DISABLE": "1"}
-"""Between namespaces, UCX cannot use shared memory and no name server responds. A host has no compiler cache."""
+"""Between namespaces, UCX cannot use shared memory and no name server responds. Hosts have no compiler cache."""
 PROMPTS = [" ".join(f"The code of the red box is {code}." for code in range(n, n + 8)) for n in (1000, 2000)]
 WARM_UP = "The code of the red box is unknown. " * 8
 TOKENS = 500
@@ -90,7 +90,9 @@ def spanning(tmp_path: Path) -> Iterator[Spanning]:
         yield Spanning(net, tmp_path)
 
 
-def test_a_worker_on_two_hosts_equals_one_engine_and_its_requests_survive_it(spanning: Spanning) -> None:
+def test_a_worker_on_two_hosts_equals_one_engine_and_its_requests_survive_a_lost_host(
+    spanning: Spanning,
+) -> None:
     spanning.until_both_sides_work()
     answers = [spanning.ask(prompt) for prompt in PROMPTS]
     assert {answer.headers["x-pdserve-prefill"] for answer in answers} == {"remote"}

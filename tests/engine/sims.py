@@ -49,7 +49,7 @@ def sim(role: Role, name: str, **arguments: object) -> SimEngine:
 
 
 async def collect(engine: SimEngine, request_id: str) -> list[Output]:
-    """All outputs of a request that is alone in the engine."""
+    """All outputs of one request. Outputs of other requests are dropped."""
     outputs: list[Output] = []
     while not outputs or not outputs[-1].finished:
         outputs += [output for output in (await engine.step()).outputs if output.request_id == request_id]
@@ -66,7 +66,7 @@ def generated(prompt: list[int], count: int, adapter: int) -> list[int]:
 
 
 def adapter_in(at: Path, name: str) -> Path:
-    """The folder of an adapter for simulated engines."""
+    """Write an adapter for simulated engines, and return its folder."""
     (at / name).mkdir(exist_ok=True)
     (at / name / "adapter_config.json").write_text(json.dumps({"name": name}))
     return at / name

@@ -34,7 +34,7 @@ async def decode() -> AsyncIterator[SimEngine]:
 
 
 async def computed_alone(prompt: list[int], count: int) -> list[int]:
-    """The tokens of an engine that is given the prompt alone."""
+    """The tokens of an engine that gets no other prompt."""
     async with sim(Role.DECODE, "alone") as engine:
         await engine.generate("r", prompt, body(count), None)
         return tokens(await collect(engine, "r"))
@@ -136,7 +136,7 @@ async def test_answers_are_cached_and_salts_separate_prefixes(decode: SimEngine)
 @pytest.mark.usefixtures("brief_transfers")
 @pytest.mark.parametrize("change", [{}, {"engine_id": "an earlier boot"}, {"port": 1}])
 async def test_kv_that_cannot_be_read_is_recomputed(prefill: SimEngine, change: dict[str, object]) -> None:
-    """The prefill engine is silent, has started again, or is gone."""
+    """The prefill engine is silent, has restarted, or has closed its port."""
     handle = msgspec.structs.replace(await prefilled(prefill, "r", PROMPT), **change)
     prefill.faults.drop_transfers = not change
     async with sim(Role.DECODE, "d") as decode:

@@ -153,7 +153,7 @@ FAMILIES = Path(__file__).parent.parent / "plan/families"
 
 
 @pytest.mark.parametrize(("family", "whole"), [("gemma-2-9b", True), ("Qwen2.5-7B", False)])
-def test_kv_that_is_transferred_is_kept_for_whole_prompts(family: str, whole: bool) -> None:
+def test_transferred_kv_of_sliding_windows_is_kept_for_whole_prompts(family: str, whole: bool) -> None:
     config = api.engine_config(["--model", str(FAMILIES / family), "--skip-tokenizer-init"])
     api.move_whole_prompts(config)
     assert config.scheduler_config.disable_hybrid_kv_cache_manager == whole

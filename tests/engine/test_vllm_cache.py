@@ -107,8 +107,6 @@ def test_engines_of_workers_that_decode_publish_their_events(role: Role, publish
 
 
 @pytest.mark.parametrize(("engine_args", "size"), [({}, 0), ({"mm-processor-cache-gb": 2}, 2)])
-def test_an_engine_keeps_no_images_that_frontends_send_each_time(
-    engine_args: dict[str, object], size: int
-) -> None:
+def test_an_engine_caches_images_only_if_its_arguments_ask(engine_args: dict[str, object], size: int) -> None:
     argv = VllmProcess(EngineSpec(Role.DECODE, "d", "demo", engine_args=engine_args))._argv("ipc:///events")
     assert [word for word in argv if "mm-processor-cache" in word] == [f"--mm-processor-cache-gb={size}"]

@@ -1,5 +1,5 @@
 """Two real vLLM engines, decode and prefill, with KV over UCX between them: started once, and killed by the
-last tests.
+last test.
 
 UCX may use TCP only: within one host it would read the other process's memory directly, even while that process
 is stopped."""
@@ -193,7 +193,7 @@ class Engines:
         return await self.go_on(name, prompt, wanted, *await self.first(name, prompt, wanted))
 
     async def all_free(self) -> None:
-        """Wait until all blocks are free, for less than a KV lease, because the lease's end frees them too."""
+        """Wait until all blocks are free. Each wait is shorter than a KV lease, whose end would free them too."""
         await until(self.decode.engine.all_blocks_free, 20)
         await until(self.prefill.engine.all_blocks_free, 20)
 
@@ -256,7 +256,7 @@ async def two_engines(
                 driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
             readers.start(driven[-1].read(), name)
         pair = Engines(*driven)
-        # connects the engines: without a connection, unread KV waits for its lease
+        # connects the engines: without a connection, unread KV is held until its lease ends
         prompt = prompt_of(40, seed=99)
         await pair.decode.generate("connects", prompt, await pair.prefill.prefill("p-connects", prompt))
         await pair.all_free()
@@ -265,7 +265,7 @@ async def two_engines(
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def nothing_left(pair: Engines) -> AsyncIterator[None]:
-    """After each test, all blocks of both engines get free; the next test has empty caches."""
+    """After each test, wait until all blocks of both engines are free, which also empties the caches."""
     yield
     if not pair.decode.killed:
         await pair.all_free()
@@ -400,8 +400,8 @@ async def test_the_first_token_comes_from_prefill(pair: Engines, length: int, ca
 
 
 CARRIED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
-    "one": lambda _: {"max_tokens": 1},
-    "two": lambda _: {"max_tokens": 2},
+    "one token": lambda _: {"max_tokens": 1},
+    "two tokens": lambda _: {"max_tokens": 2},
     "eos": lambda tokens: {"eos": tokens[0]},
     "eos at the end": lambda tokens: {"eos": tokens[0], "max_tokens": 1},
     "eos second": lambda tokens: {"eos": tokens[1]},
@@ -411,13 +411,13 @@ CARRIED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "stop not first": lambda tokens: {"stop_token_ids": tokens, "min_tokens": 1},
     "stop not second": lambda tokens: {"stop_token_ids": tokens, "eos": tokens[1], "min_tokens": 2},
     "logprobs": lambda _: {"logprobs": 3},
-    "some logprobs": lambda _: {"logprob_token_ids": [400, 500]},
+    "logprobs of two tokens": lambda _: {"logprob_token_ids": [400, 500]},
     "repetition": lambda _: {"repetition_penalty": 1.5},
     "bias": lambda tokens: {"logit_bias": {tokens[0]: -100.0, tokens[2]: -5.0}},
     "allowed": lambda _: {"allowed_token_ids": [400, 401, 402]},
-    "drawn of one": lambda _: {"temperature": 1.0, "top_k": 1},
+    "temperature, top_k 1": lambda _: {"temperature": 1.0, "top_k": 1},
 }
-"""parameters under which the prefill engine samples the first token; `tokens`: the greedy ones"""
+"""parameters under which the prefill engine samples the first token; `tokens`: the prompt's greedy tokens"""
 NOT_CARRIED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "presence": lambda _: {"presence_penalty": 1.5},
     "frequency": lambda _: {"frequency_penalty": 1.5},
@@ -523,7 +523,7 @@ def unexpected_notifications() -> float:
     return sum(sample.value for sample in found)
 
 
-@pytest.mark.parametrize("preempted", [1, None])
+@pytest.mark.parametrize("preempted", [1, None], ids=["preempted", "unknown"])
 async def test_kv_read_ahead_of_a_preempted_prompt_is_read_again(
     pair: Engines, preempted: int | None
 ) -> None:
@@ -632,7 +632,7 @@ async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> No
 
 
 async def test_kv_that_its_engine_no_longer_holds_is_computed_again(pair: Engines) -> None:
-    """A request waited longer than the lease, which the decode engine's clock did not show. Another request names a
+    """A request waited until its KV lease had ended, unnoticed by the decode engine's clock. Another request names a
     prefill from before the prefill engine's restart."""
     prompt = prompt_of(700, seed=11)
     handle, first = await pair.first("waited", prompt, body())
@@ -729,7 +729,7 @@ async def test_stalled_reads_are_recomputed_and_their_blocks_come_back(pair: Eng
             pair.decode.generate("stalled-ahead", other, computed),
         )
         assert {"stalled", "stalled-ahead"} <= pair.decode.unread.keys()
-        assert not await pair.decode.engine.all_blocks_free(), "the stalled reads' blocks are in quarantine"
+        assert not await pair.decode.engine.all_blocks_free(), "the stalled reads' blocks are held"
         shorter = msgspec.structs.replace(handle, request_id="x")
         await pair.decode.generate("after them", prompt[1:], _shorter(shorter))
         assert pair.decode.unread["after them"] == "the read failed", "their peer is not asked again"
@@ -745,7 +745,7 @@ async def test_stalled_reads_are_recomputed_and_their_blocks_come_back(pair: Eng
     assert pair.decode.bytes > before, "the peer is asked again when it is back"
 
 
-async def test_a_read_during_which_the_decode_engine_hung_is_used_while_its_kv_is_held(pair: Engines) -> None:
+async def test_a_read_is_used_although_the_decode_engine_was_stopped_meanwhile(pair: Engines) -> None:
     prompt = prompt_of(40, seed=12)
     handle, failures = await pair.prefill.prefill("p-slept", prompt), pair.decode.failures
     with ExitStack() as stack:

@@ -39,7 +39,7 @@ def _end(number: int) -> None:
     os._exit(1)
 
 
-def _gone(pid: int | None) -> bool:
+def _has_ended(pid: int | None) -> bool:
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -64,14 +64,16 @@ async def test_a_core_ends_with_its_first_rank_and_its_status_says_how(
     death = death_of(core.exitcode)
     assert death.crashed == crashed
     assert number == 0 or signal.Signals(number).name in str(death)
-    await until(lambda: all(map(_gone, ranks)))
+    await until(lambda: all(map(_has_ended, ranks)))
 
 
 @pytest.mark.parametrize(
     ("status", "crashed"),
     [(None, True), (1, True), (-6, True), (-4, True), (-9, False), (-15, False), (0, False)],
 )
-def test_only_a_core_that_crashed_may_have_died_of_a_request(status: int | None, crashed: bool) -> None:
+def test_a_core_that_was_killed_or_ended_with_status_0_did_not_crash(
+    status: int | None, crashed: bool
+) -> None:
     """None: the core reported an error and has not ended."""
     assert death_of(status).crashed == crashed
 

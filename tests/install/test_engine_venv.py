@@ -200,7 +200,7 @@ def test_only_simulated_graphs_use_an_environment_without_a_working_engine(
     assert (engine_venv.find_engine(), engine_venv.find_engine(simulated=True)) == (cpu, cpu)
 
 
-def test_code_goes_into_the_data_folder_once_or_the_folder_is_named(
+def test_code_goes_into_the_data_folder_once_and_an_unusable_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

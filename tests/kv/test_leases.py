@@ -24,7 +24,7 @@ def test_kv_is_held_from_the_prompt_s_arrival_to_the_end_of_its_lease() -> None:
     leases.end("p", read=False)
     assert not leases.is_held("p")
     leases.end("p", read=True)
-    assert not leases.is_held("p"), "the last rank reported a read, an earlier one the lease's end"
+    assert not leases.is_held("p"), "a rank reported its read after another rank reported the lease's end"
 
 
 def test_kv_that_was_freed_because_it_was_read_counts_as_held_for_a_while() -> None:
@@ -95,21 +95,21 @@ async def test_an_answer_does_not_confirm_a_later_read(leases: Leases, key: Curv
     with engine(leases, key) as path, asking(key) as confirmations:
         ended = {"r": Source(path, "prefill-0-a", "p")}
         assert await outcome(confirmations, ended) == {"r": True}
-        confirmations._ask(ended["r"])  # asked, but nothing waits for the answer
+        confirmations._ask(ended["r"])  # asked, but no read waits for the answer
         leases.end("p", read=False)
         assert await outcome(confirmations, ended) == {"r": False}
 
 
-async def test_an_engine_that_is_gone_or_hangs_confirms_nothing(
+async def test_an_engine_that_is_unreachable_or_never_answers_confirms_nothing(
     leases: Leases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(side_channel, "CONFIRM_WITHIN", 0.3)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as mute, asking(None) as confirmations:
         mute.setsockopt(zmq.LINGER, 0)
         port = mute.bind_to_random_port("tcp://127.0.0.1")
-        gone = "tcp://127.0.0.1:1"
-        ended = {"mute": Source(f"tcp://127.0.0.1:{port}", "p", "p"), "gone": Source(gone, "p", "p")}
-        assert await outcome(confirmations, ended) == {"mute": False, "gone": False}
+        closed = "tcp://127.0.0.1:1"
+        ended = {"mute": Source(f"tcp://127.0.0.1:{port}", "p", "p"), "closed": Source(closed, "p", "p")}
+        assert await outcome(confirmations, ended) == {"mute": False, "closed": False}
         assert not confirmations._peers, "the next question gets a new connection"
 
 

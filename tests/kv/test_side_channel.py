@@ -19,8 +19,10 @@ from pdserve.security.credentials import Credentials, create
 from pdserve.util.net import free_port
 
 ANSWERS = {(0, 0): b"metadata"}
-WITHIN, NEVER = 30.0, 0.3
-"""seconds: longest wait for an answer, on a busy machine; wait after which a missing answer is a refusal"""
+WITHIN = 30.0
+"""Longest wait for an answer, on a busy machine, in seconds."""
+NEVER = 0.3
+"""Wait after which a missing answer counts as a refusal, in seconds."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ def test_a_read_is_overdue_once_after_its_time() -> None:
     assert watch.update({"a": 300}, 99.0) == []
 
 
-def test_parallel_reads_may_take_as_long_as_all_of_them_together() -> None:
+def test_a_read_may_take_as_long_as_all_reads_under_way_at_its_start() -> None:
     watch = StallWatch(floor=1.0, rate=100.0)
     watch.update({"a": 100}, 0.0)
     watch.update({"a": 100, "b": 100}, 0.0)

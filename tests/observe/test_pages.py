@@ -38,7 +38,7 @@ async def test_processes_that_do_not_respond_are_left_out(monkeypatch: pytest.Mo
     with serve_pages("127.0.0.1") as starting, serve_pages("127.0.0.1") as good:
         starting.watched = Instance("", Role.DECODE).__getattribute__  # type: ignore[assignment]
         urls = {"good": good.metrics, "starting": starting.metrics}
-        urls |= {"gone": "http://127.0.0.1:1/metrics", "none": "", "nonsense": "http://[/metrics"}
+        urls |= {"closed": "http://127.0.0.1:1/metrics", "none": "", "nonsense": "http://[/metrics"}
         assert await read_watched(instance(*item) for item in urls.items()) == {"good": ProcessReport()}
     monkeypatch.setattr(process_pages, "READ_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -46,7 +46,7 @@ async def test_processes_that_do_not_respond_are_left_out(monkeypatch: pytest.Mo
         assert await read_watched([instance("silent", silent)]) == {}
 
 
-async def test_pages_are_503_while_the_event_loop_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_are_503_while_the_event_loop_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pages, "LOOP_TIMEOUT", 0.05)
     with serve_pages("127.0.0.1") as page:
         url = page.metrics.replace("metrics", "watch")

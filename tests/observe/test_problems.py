@@ -244,8 +244,8 @@ def test_processes_of_one_name_are_shown_with_their_ids() -> None:
 
 
 def test_further_problems_are_counted() -> None:
-    gone = [Instance(f"prefill-{index}-p", Role.PREFILL, host="h") for index in range(100, 200)]
-    told = found(state(instances=[*ALL, *gone], silent=tuple(each.id for each in gone)))
+    unseen = [Instance(f"prefill-{index}-p", Role.PREFILL, host="h") for index in range(100, 200)]
+    told = found(state(instances=[*ALL, *unseen], silent=tuple(each.id for each in unseen)))
     assert len(told) == 12
     assert told[-1] == Problem("bad", "and 89 more problems")
 

@@ -98,17 +98,17 @@ async def test_a_service_has_the_name_of_its_role_or_the_given_one(
     assert collector.spans[-1].service == "llm"
 
 
-@pytest.mark.parametrize("broken", ["away", "503", "hangs"])
+@pytest.mark.parametrize("broken", ["closed", "503", "silent"])
 async def test_each_way_of_losing_spans_is_logged_once(
     collector: Collector, broken: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
-    url = "http://127.0.0.1:9" if broken == "away" else collector.url
-    if broken == "hangs":
+    url = "http://127.0.0.1:9" if broken == "closed" else collector.url
+    if broken == "silent":
         collector.answers.clear()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")  # longer than closing the tracer may take
-    elif broken != "away":
+    elif broken != "closed":
         collector.status = int(broken)
     async with Tracer().exporting(f"{url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
         began = time.monotonic()

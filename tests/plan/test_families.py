@@ -99,7 +99,7 @@ def test_layers_of_an_unknown_kind_are_not_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Jamba-1.5-Mini", "Mistral-7B-v0.1"])
-def test_all_families_are_served_without_remote_prefill(tmp_path: Path, family: str) -> None:
+def test_refused_families_are_served_without_remote_prefill(tmp_path: Path, family: str) -> None:
     assert planned(tmp_path, family, remote="false").problems == ()
 
 

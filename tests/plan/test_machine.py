@@ -58,7 +58,7 @@ def test_cuda_visible_devices(chosen: str | None, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("driver_tells", "expected"), [(True, 22_516), (False, 23_028)])
-def test_memory_reserved_by_the_driver_is_not_counted(
+def test_memory_reserved_by_the_driver_is_not_counted_if_the_driver_tells_it(
     monkeypatch: pytest.MonkeyPatch, driver_tells: bool, expected: int
 ) -> None:
     """An A10: NVML's total is 22.49 GiB, CUDA's 21.99."""

@@ -20,9 +20,14 @@ def request(name: str, gpus: float, *pinned: int) -> GpuRequest:
         pytest.param([("d", 2), ("p", 1)], [0, 2, 3], [(2, 3), (0,)], id="neighbours first"),
         pytest.param([("d", 2)], [0, 2, 4], [(0, 2)], id="any GPUs without neighbours"),
         pytest.param([("d", 2), ("p", 1, 0)], [0, 1, 2], [(1, 2), (0,)], id="around pinned GPUs"),
-        pytest.param([("d", 1, 0), ("p", 1, 0)], [0], [(0,), (0,)], id="one card for two"),
-        pytest.param([("d", 0.3), ("e", 0.3), ("p", 0.4)], [2], [(2,)] * 3, id="thirds"),
-        pytest.param([("d", 0.6), ("e", 1), ("p", 0.5)], range(3), [(0,), (1,), (2,)], id="no room"),
+        pytest.param([("d", 1, 0), ("p", 1, 0)], [0], [(0,), (0,)], id="two pinned to one card"),
+        pytest.param([("d", 0.3), ("e", 0.3), ("p", 0.4)], [2], [(2,)] * 3, id="three shares of a GPU"),
+        pytest.param(
+            [("d", 0.6), ("e", 1), ("p", 0.5)],
+            range(3),
+            [(0,), (1,), (2,)],
+            id="too large to share",
+        ),
         pytest.param([("d", 2, 3, 1)], range(4), [(3, 1)], id="pinned GPUs keep their order"),
     ],
 )

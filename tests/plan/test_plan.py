@@ -177,7 +177,7 @@ def test_on_the_cpu_workers_share_the_cores(tmp_path: Path) -> None:
     assert " ".join(slot.name for slot in found.slots) == "decode-0 prefill-0 prefill-1 frontend-0 frontend-1"
     names = ("OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_NIXL_SIDE_CHANNEL_PORT")
     assert [found.slots[2].env[name] for name in names] == ["2", "1", "5602"]
-    assert found.slots[2].env["PDSERVE_MAX_THREADS"] == "8", "for a lone prompt, if they are idle"
+    assert found.slots[2].env["PDSERVE_MAX_THREADS"] == "8", "for a lone prompt on idle cores"
     assert decode_of(found).engine_args["enforce-eager"] is True
     assert decode_of(found).origins["enforce-eager"] == "pdserve (no GPU)"
 
@@ -223,7 +223,7 @@ WIRED = dataclasses.replace(
         ("10.5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),  # a name that each system resolves to 10.0.0.5
     ],
 )
-def test_workers_listen_on_the_hosts_device_alone(
+def test_workers_listen_only_on_the_device_of_a_known_host(
     tmp_path: Path, host: str, ucx: str | None, gloo: str | None
 ) -> None:
     text = f"Graph:\n  host: '{host}'\n{LOCAL}"
@@ -264,7 +264,7 @@ def test_the_file_and_the_environment_win_on_the_cpu(tmp_path: Path) -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in found.slots[0].env
 
 
-def test_gpus_are_used_where_the_file_does_not_say(tmp_path: Path) -> None:
+def test_gpus_are_used_by_default_unless_vllm_is_built_for_the_cpu(tmp_path: Path) -> None:
     cards = [("A10", 24)] * 3
     found, on_cpu = (plan(tmp_path, LOCAL, machine(*cards, build=build)) for build in ("cuda", "cpu"))
     assert [slot.gpus for slot in found.slots[:3]] == [(0,), (1,), (2,)]
@@ -334,7 +334,7 @@ SHARED = dataclasses.replace(machine(*[("H100", 80)] * 3), shared=4 << 30)
 STAGES = "PrefillWorker:\n  pipeline-parallel-size: 2"
 NOWHERE = "kv-offload-disk: 2GiB\n  kv-offload-folder: /dev/null/kv"
 DISK = "kv-offload-disk: 900TiB\n  ServiceArgs: {workers: 2}\n  kv-offload-folder: /tmp"
-DOES_NOT_FIT = [
+PROBLEMS = [
     (local(("block-size: 32", "block-size: 16")), CPU, "block-size 16 does not run on the CPU: "),
     (local(("4096", "100000")), CPU, "max-model-len 100,000 of decode is more than the model's 8,192: "),
     (decode("tensor-parallel-size: 3"), CPU, "tensor-parallel-size 3 of decode does not divide the"),
@@ -383,8 +383,8 @@ DOES_NOT_FIT = [
 ]
 
 
-@pytest.mark.parametrize(("text", "on", "problem"), DOES_NOT_FIT)
-def test_what_does_not_fit_is_reported(tmp_path: Path, text: str, on: Machine, problem: str) -> None:
+@pytest.mark.parametrize(("text", "on", "problem"), PROBLEMS)
+def test_problems_are_reported(tmp_path: Path, text: str, on: Machine, problem: str) -> None:
     found = [each.replace(str(tmp_path / "graph.yaml"), "FILE") for each in plan(tmp_path, text, on).problems]
     assert any(each.startswith(problem) for each in found), found
     assert all(each.endswith(".") for each in found)
@@ -411,7 +411,7 @@ def test_no_smaller_model_is_advised_where_none_would_fit(tmp_path: Path) -> Non
     assert problem.endswith("; lower kv-cache-memory-bytes or ServiceArgs.workers.")
 
 
-def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path) -> None:
+def test_a_kv_space_variable_that_is_no_whole_number_is_refused(tmp_path: Path) -> None:
     (problem,) = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "1.5"}).problems
     assert problem.startswith(
         "Environment variable VLLM_CPU_KVCACHE_SPACE is '1.5', but must be a whole number"

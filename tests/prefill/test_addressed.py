@@ -57,7 +57,7 @@ async def order(scene: Scene, count: int) -> list[str]:
     return [name for name in scene.started if name != "first"]
 
 
-async def test_an_idle_worker_begins_at_once_and_pulls_on(scene: Scene) -> None:
+async def test_an_idle_worker_begins_an_addressed_prompt_at_once_and_continues_to_pull(scene: Scene) -> None:
     await holds(lambda: scene.worker._prompts.pulling._waiting is not None, 0.05)
     await address(scene, "mine")
     assert (await scene.done("mine")).handle.engine_id == "prefill-0"
@@ -109,7 +109,7 @@ async def test_a_drain_returns_the_waiting_prompts(full: Scene) -> None:
     assert isinstance(await full.answer("later"), PrefillFailed)
 
 
-async def test_decode_workers_learn_the_load_with_what_is_not_cached(full: Scene) -> None:
+async def test_the_reported_load_leaves_out_cached_tokens_of_running_prompts(full: Scene) -> None:
     """Waiting prompts count whole, running ones without their cached tokens."""
     await address(full, "mine", list(range(2000, 2300)))
     await until(lambda: full.decode.loads["prefill-0"][0].tokens == 500)

@@ -229,7 +229,7 @@ async def test_an_answer_is_repeated_until_its_kv_is_released(scene: Scene) -> N
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_answer_given_while_the_queue_is_away_is_sent_later(scene: Scene) -> None:
+async def test_an_answer_given_while_the_queue_is_down_is_sent_later(scene: Scene) -> None:
     scene.engine.faults.going.clear()
     await scene.ask_and_run()
     await scene.broker.down()

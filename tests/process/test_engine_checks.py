@@ -97,7 +97,7 @@ async def test_an_engine_is_stalled_before_it_is_dead_and_until_it_replies(
 
 
 @pytest.mark.parametrize("busy", [0, 35])
-async def test_an_engine_whose_gpu_computes_is_not_stalled(
+async def test_an_engine_is_stalled_unless_its_gpu_computes(
     engine: SimEngine, monkeypatch: pytest.MonkeyPatch, busy: int
 ) -> None:
     """Its processes sleep until the GPU is done."""
@@ -115,7 +115,7 @@ async def test_an_engine_whose_gpu_computes_is_not_stalled(
             await until(lambda: said == [True])
 
 
-async def test_an_engine_is_not_stalled_while_nvml_does_not_reply(
+async def test_an_engine_with_a_gpu_is_not_stalled_without_nvml(
     engine: SimEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_checks, "HANGS_AFTER", 60.0)

@@ -14,7 +14,7 @@ from pdserve.process.learned import HALF_LIFE, LearnedMean, PrefillSpeed, decaye
         ([1.0, 9.0, 8.0], 8.0),
         ([1.0, 0.1], 0.1),
     ],
-    ids=["mean", "mishap", "two mishaps", "it got slow", "it got fast"],
+    ids=["mean", "one outlier", "two outliers apart", "it got slow", "it got fast"],
 )
 def test_an_outlier_is_ignored_and_a_change_is_learned(measured: list[float], value: float) -> None:
     mean = LearnedMean()
@@ -59,7 +59,7 @@ def test_the_seconds_per_prompt_token_are_learned(
         (5.0, 100 * HALF_LIFE, 1.0, 1.0),
     ],
 )
-def test_bad_values_decay_with_time(
+def test_a_slow_value_decays_to_the_other_one_with_time(
     value: float | None, age: float, other: float | None, expected: float | None
 ) -> None:
     assert decayed(value, age, other) == (expected if expected is None else pytest.approx(expected))

@@ -28,7 +28,7 @@ def card(fingerprint: str, generation: int = 0, created: int = 0) -> ModelCard:
         "the first",
         "like a registered card",
         "a change is newer than all",
-        "so is a return to older weights",
+        "a return to older weights is newer, too",
     ],
 )
 def test_the_generation_of_a_card(own: ModelCard, registered: list[ModelCard], expected: int) -> None:

@@ -92,7 +92,7 @@ async def pulled(queue: PrefillQueue) -> Delivery:
 
 @pytest.mark.timeout(300)
 async def test_the_loss_of_a_leader_loses_no_request(nats_cluster: NatsCluster) -> None:
-    """The stream's leader is killed, the consumer's hangs. Queued requests stay; acks sent meanwhile arrive."""
+    """The stream's leader is killed, the consumer's is suspended. Queued requests stay; acks sent meanwhile arrive."""
     async with nats_cluster.queues() as queues:
         decode, prefill = await queues(), await queues()
         for what, harm in (("STREAM", killed), ("CONSUMER", hung)):

@@ -77,12 +77,12 @@ async def test_a_worker_listens_until_it_leaves(queues: Queues, url: str | None,
     assert (await anext(warm_ups)).request_id == "warm", "a question is no warm-up"
     await prefill.__aexit__(None, None, None)
 
-    async def gone() -> bool:
+    async def has_left() -> bool:
         with suppress(TimeoutError):  # the worker was leaving
             return not await decode.listens("prefill-0-a")
         return False
 
-    await until(gone)
+    await until(has_left)
 
 
 async def test_held_requests_count_for_all_until_their_process_ends(
@@ -102,7 +102,7 @@ async def test_held_requests_count_for_all_until_their_process_ends(
     await until(lambda: other.depth == 1)
 
 
-async def test_pull_waits_only_for_the_first(queues: Queues) -> None:
+async def test_pull_waits_only_for_the_first_request(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     started = time.monotonic()
     pulling = asyncio.create_task(prefill.pull(8, 100))
@@ -153,7 +153,7 @@ async def test_a_request_that_is_given_back_is_redelivered_at_once(queues: Queue
 
 
 async def test_an_abandoned_pull_keeps_no_request(queues: Queues) -> None:
-    """It keeps neither a later request, nor one that comes at the same time."""
+    """It keeps neither a later request, nor one that arrives while the pull is cancelled."""
     decode, leaving, other = await queues(), await queues(), await queues()
     for number in range(10):
         pulling = asyncio.create_task(leaving.pull(1, 30))
@@ -229,11 +229,11 @@ async def test_depth_is_known_without_asking(queues: Queues) -> None:
 
 async def test_requests_past_their_deadline_do_not_count_though_no_worker_pulls(queues: Queues) -> None:
     """Requests of a lost decode worker, which withdraws nothing, do not count either."""
-    gone, decode, prefill = await queues(), await queues(), await queues()
+    lost, decode, prefill = await queues(), await queues(), await queues()
     for name in ("a", "b"):
-        await gone.publish(request(name, deadline=1.0))
+        await lost.publish(request(name, deadline=1.0))
     await publish(decode, "c")
-    await gone.__aexit__(None, None, None)
+    await lost.__aexit__(None, None, None)
     late = await queues()
     assert late.depth == 3
     await until(lambda: late.depth == decode.depth == 1)

@@ -29,7 +29,10 @@ def published(*sequences: int) -> QueueDepth:
             4,
         ),  # redelivered, with newer pending
         (published(9), 1),  # others' requests would be reported if they waited
-        (published(1).reported(QueueState(1, 2)).published(6), 5),  # others' requests wait: later ones too
+        (
+            published(1).reported(QueueState(1, 2)).published(6),
+            5,
+        ),  # others' requests waited; so do those before 6
         (published(4, 9).reported(QueueState(5, 1)), 2),
     ],
 )
@@ -41,7 +44,7 @@ def test_depth_without_asking_the_server(depth: QueueDepth, value: int) -> None:
     ("before", "stored", "state", "value"),
     [
         (QueueDepth(), 7, QueueState(4, 3), 3),  # a new consumer on a stream with a past
-        (published(1, 2, 3), 3, QueueState(0, 1), 1),  # the others are past their age, or purged
+        (published(1, 2, 3), 3, QueueState(0, 1), 1),  # two have expired or were purged
         (QueueDepth(4, 5, 9), 9, QueueState(4, 5), 5),
         (QueueDepth(40, 9, 49), 2, QueueState(1, 1), 1),  # NATS lost its data: a new stream
     ],

@@ -30,7 +30,7 @@ async def test_unused_streams_are_removed(nats_url: str, namespace: str, after: 
         return made
 
     async with (
-        queue("gone"),
+        queue("unused"),
         queue("with requests") as waiting,
         queue("pulled from") as pulling,
         queue("x", "n"),
@@ -49,6 +49,6 @@ async def test_unused_streams_are_removed(nats_url: str, namespace: str, after: 
     def exists(loaded: str, model: str = "m") -> bool:
         return QueueNames(namespace, model, loaded).stream in names
 
-    assert exists("gone") == (fate == "kept")
+    assert exists("unused") == (fate == "kept")
     assert all(map(exists, ("with requests", "pulled from", "new")))
     assert exists("x", "n"), "another model's stream"

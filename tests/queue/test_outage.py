@@ -47,7 +47,7 @@ async def test_a_queue_works_again_after_an_outage(outage: Outage, lose_data: bo
 
     await outage.up(lose_data=lose_data)
     await until(lambda: decode.connected and prefill.connected)
-    lost = lose_data or isinstance(outage, NatsOutage)  # what is queued is in the server's memory
+    lost = lose_data or isinstance(outage, NatsOutage)  # NATS keeps the queue in memory
     assert decode.losses == int(lost)
     assert decode.depth == (0 if lost else 1)
     await publish(decode, "new")
@@ -181,7 +181,7 @@ class _Plain(EmbeddedNats):
         return not await super().answers()
 
 
-async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None:
+async def test_nats_without_jetstream_is_refused_with_its_address(tmp_path: Path) -> None:
     async with _Plain(tmp_path) as server:
         with pytest.raises(ConfigError, match=rf"{server.url} runs without JetStream"):
             async with connect(server.url, "ns", "m"):
@@ -189,14 +189,14 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
 
 
 async def test_a_late_pong_does_not_end_reading(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A pong is late after a stall of this process or of the server."""
+    """A pong is late after a pause of this process or of the server."""
     inbox = SubjectMessages("pdserve.test.late")
     async with NatsConnection(nats_url, None, "nothing happens") as connected:
         client = connected.client()
         connected.listen(inbox.subject, inbox.put)
         await connected.flush_subscriptions()
         ping = asyncio.ensure_future(client.flush())
-        await asyncio.sleep(0)  # no longer: the answer comes within a millisecond
+        await asyncio.sleep(0)  # not longer, because the pong comes within a millisecond
         assert client._pongs
         ping.cancel()
         await until(lambda: not client._pongs)

@@ -1,4 +1,4 @@
-"""The fair queue of prompts: round-robin over clients; late requests go last."""
+"""The fair queue of prompts: round-robin over clients; late requests after others, flex requests last."""
 
 import math
 from itertools import count

@@ -62,7 +62,7 @@ def test_only_what_others_do_not_expect_is_reported(
 def test_what_a_busy_worker_will_pull_before_its_next_report_counts_by_half() -> None:
     reports = StateReports()
     reports.pulled("decode-0", 9.0)
-    assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000), "the only one knows"
+    assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000), "its own requests"
     reports.pulled("decode-1", 9.0)
     assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000 + round(INTERVAL / 4 / TOKEN))
 

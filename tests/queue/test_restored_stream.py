@@ -161,7 +161,7 @@ async def test_the_depth_of_a_recreated_stream_is_known(nats_url: str, namespace
         await until(lambda: decode.depth == 3)
 
 
-async def test_a_worker_that_listens_and_does_not_answer_hangs(
+async def test_asking_a_worker_that_never_replies_times_out(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.queue.jetstream.queue.REPLY_TIMEOUT", 0.3)
@@ -177,10 +177,10 @@ async def test_a_worker_that_listens_and_does_not_answer_hangs(
         finally:
             await client.close()
 
-        async def is_gone() -> bool:
+        async def no_longer_listens() -> bool:
             """The server may not know yet that the connection is closed."""
             with suppress(TimeoutError):
                 return not await decode.listens("prefill-0")
             return False
 
-        await until(is_gone)
+        await until(no_longer_listens)

@@ -48,7 +48,7 @@ async def etcds(tmp_path: Path, credentials: Credentials) -> AsyncIterator[EtcdC
 
 
 async def test_a_cluster_survives_lost_members(etcds: EtcdCluster) -> None:
-    """A member is killed, hangs, or is isolated: leases and watches continue at another member. Then the majority is
+    """A member is killed, suspended, or isolated: leases and watches continue at another member. Then the majority is
     killed and comes back."""
     async with etcds.registry() as first, etcds.registry() as other, following(other) as seen:
         await first.put("a", b"0")

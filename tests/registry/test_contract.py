@@ -73,7 +73,7 @@ async def test_only_one_creator_of_a_key_succeeds(stage: Stage) -> None:
         await seen.until({"a": b"5"})
 
 
-async def test_an_unleased_key_is_written_while_another_is_held(stage: Stage) -> None:
+async def test_an_unleased_key_is_written_only_while_its_writer_holds_another_key(stage: Stage) -> None:
     async with stage.registry() as first, stage.registry() as other:
         await first.create("held", b"1")
         await first.put("a", b"1", leased=False, holding="held")
@@ -95,7 +95,7 @@ async def test_a_watch_starts_with_the_present_keys(stage: Stage) -> None:
         assert await anext(first.watch("none/")) == []
 
 
-async def test_a_watch_sees_every_key_change_in_order(stage: Stage) -> None:
+async def test_a_watch_sees_the_changes_below_its_prefix_in_order(stage: Stage) -> None:
     async with stage.registry() as first, stage.registry() as other, following(other, "in/") as seen:
         for number in range(50):
             await first.put("in/a", b"%d" % number)

@@ -38,8 +38,8 @@ async def test_keys_survive_an_outage(
         await first.put("changed", b"2")
         await first.put("changed", b"3")
         await first.put("new", b"1")
-        await first.put("gone again", b"1")
-        for key in ("gone again", "deleted", "created"):
+        await first.put("deleted again", b"1")
+        for key in ("deleted again", "deleted", "created"):
             await first.delete(key)
         for attempt in (
             first.put("settings/x", b"", leased=False),

@@ -30,8 +30,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 # owners of tasks
 
 
-async def test_failed_work_runs_again_and_logs_each_error_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Each type of error is logged once."""
+async def test_failed_work_runs_again_and_logs_each_type_of_error_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     runs = 0
 
     async def work() -> None:

@@ -54,11 +54,11 @@ def test_a_count_that_grows_from_round_to_round_is_a_leak(growth: dict[str, floa
     assert SoakRounds(series(**growth)).problems == found
 
 
-def test_what_a_warm_up_adds_and_a_single_peak_are_no_leaks() -> None:
+def test_growth_in_the_first_rounds_and_a_single_peak_are_no_leaks() -> None:
     samples = series()
-    warm = [{**sample, "frontend-0": replace(IDLE, MiB=300, sockets=1)} for sample in samples[:5]]
+    early = [{**sample, "frontend-0": replace(IDLE, MiB=300, sockets=1)} for sample in samples[:5]]
     peak = {**samples[0], "frontend-0": replace(IDLE, sockets=90)}
-    assert SoakRounds([*warm, *samples[5:-1], peak]).problems == []
+    assert SoakRounds([*early, *samples[5:-1], peak]).problems == []
 
 
 def test_data_that_servers_keep_and_lost_processes_are_seen() -> None:

@@ -109,7 +109,7 @@ def test_names_of_handwritten_requests_are_unique() -> None:
         (429, b"{}", 200, ""),
     ],
 )
-def test_a_stream_has_the_status_of_the_same_request_without(
+def test_a_stream_has_the_status_of_the_same_request_without_stream(
     status: int, answer: bytes, without: int, wrong: str
 ) -> None:
     assert twin_problem(status, answer, without).partition(":")[0] == wrong

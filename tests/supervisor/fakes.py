@@ -43,8 +43,8 @@ def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> P
 
 
 class Graph:
-    """Supervised fake roles; `async with` runs them and stops them. A role is registered once it has printed `up`, and
-    its lease lives until the test calls `lease_ends`."""
+    """Supervised fake roles; `async with` runs them and stops them. A role is registered once it has printed `up`.
+    The test ends its lease with `lease_ends`."""
 
     def __init__(
         self,

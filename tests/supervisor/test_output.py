@@ -67,11 +67,11 @@ def test_json_lines_are_json_whichever_process_wrote_them(tmp_path: Path) -> Non
 
 
 def test_a_closed_terminal_does_not_stop_the_graph(tmp_path: Path) -> None:
-    class Gone(StringIO):
+    class Closed(StringIO):
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
-    output = ProcessOutput(tmp_path, stream=Gone())
+    output = ProcessOutput(tmp_path, stream=Closed())
     for _ in range(2):
         output.line("decode-0", OURS)
         output.print("a summary")

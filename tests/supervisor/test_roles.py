@@ -92,7 +92,7 @@ async def test_sockets_of_a_killed_engine_are_removed_before_its_restart(tmp_pat
 async def test_a_graph_gets_ready_without_a_role_that_does_not_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A ready role of its kind shows that the configuration is right."""
+    """A ready process of the same role shows that the configuration is right."""
     async with Graph(tmp_path, fake(SERVE), fake(CRASH, index=1)) as graph:
         await asyncio.wait_for(graph.ready.wait(), 30)
         assert "ready, but without decode-1" in caplog.text

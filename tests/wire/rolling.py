@@ -39,7 +39,7 @@ from pdserve.util.net import free_port
 ROOT = Path(__file__).parents[2]
 WORKERS = {Role.PREFILL: 2, Role.DECODE: 2}
 PATIENCE = 120.0
-"""seconds after which a request counts as hung"""
+"""seconds after which a request counts as unanswered"""
 REMOTE_WITHIN = 60.0
 """seconds after a replacement within which a prompt must be prefilled remotely"""
 FIRST = "40fa7c474af0c230c0e4dd95fd41a9e90ce8340b"
@@ -116,9 +116,9 @@ class Rolled:
         await asyncio.gather(*(self.start(*slot, build) for slot in [(Role.FRONTEND, 0), *slots]))
 
     async def replace(self, build: Path, load: JudgedLoad) -> None:
-        """Replace the processes of all slots in turn by this build. After each, wait for a remote prefill, except after
-        the last prefill worker, because newer decode workers read no KV from the last release's prefill workers
-        (`records.MIN_KV_WIRE`)."""
+        """Replace the process of each slot in turn with one of this build. After each, wait for a remote prefill,
+        except after the last prefill worker, because newer decode workers read no KV from the last release's prefill
+        workers (`records.MIN_KV_WIRE`)."""
         for role, count in WORKERS.items():
             for index in range(count):
                 await self.end(role, index)

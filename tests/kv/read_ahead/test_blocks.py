@@ -96,7 +96,7 @@ def test_blocks_are_free_only_when_every_rank_has_ended_its_read(pool: MemoryPoo
     ahead = ReadAhead(ranks=2)
     piece = read(ahead, pool, [11, 12])
     ahead.invalidate(piece)
-    assert not ahead.is_reading(SOURCE), "nothing waits for an invalid piece"
+    assert not ahead.is_reading(SOURCE), "no request waits for an invalid piece"
     assert ahead.take(SOURCE, [11, 12, 13], pool) is None
     ahead.end_reads(piece, 1, pool)
     assert len(pool.free) == 38

@@ -72,7 +72,7 @@ def test_a_place_that_is_being_written_is_not_allocated_again(tmp_path: Path) ->
     file.close()
 
 
-@pytest.mark.parametrize("damage", ["changed", "cut", "of another"])
+@pytest.mark.parametrize("damage", ["changed", "cut", "another block"])
 def test_a_block_that_is_not_as_it_was_written_is_a_miss(tmp_path: Path, damage: str) -> None:
     file = BlockFile(tmp_path, 2, SIZE)
     keep(file, b"a", 1)
@@ -194,7 +194,7 @@ async def test_a_damaged_block_is_computed(tiers: Tiers) -> None:
 async def test_a_block_that_is_evicted_while_it_is_read_is_computed(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The read may have seen the old block, but another one may have been written to its place."""
+    """Another block may have been written to its place before the read."""
     await filled(tiers)
     read = tiers.file.read
 
@@ -210,7 +210,7 @@ async def test_a_block_that_is_evicted_while_it_is_read_is_computed(
     assert tiers.manager.lookup(KEYS[0], context) is MISS
 
 
-async def test_a_full_disk_ends_the_disk_tier_alone(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_ends_only_the_disk_tier(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers.store(KEYS[0])
     await tiers.settle()
     full = os.open("/dev/full", os.O_RDWR)
@@ -243,7 +243,7 @@ async def test_a_prompt_that_is_read_from_another_engine_does_not_wait_for_the_d
     assert tiers.manager.lookup(KEYS[7], tiers.request(do_remote_prefill=True)) is HIT
 
 
-async def test_no_request_waits_for_a_disk_that_does_not_answer(
+async def test_no_request_waits_long_for_a_disk_that_does_not_answer(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await filled(tiers)
@@ -300,4 +300,4 @@ async def test_a_full_disk_is_written_no_further(tmp_path: Path, monkeypatch: py
     go.set()
     await tiers.settle()
     tiers.manager.shutdown()
-    assert len(written) <= 2, "the one that failed, and the one under way meanwhile"
+    assert len(written) <= 2, "the failed write, and the write under way at that time"

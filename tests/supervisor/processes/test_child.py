@@ -39,7 +39,7 @@ async def test_every_line_of_both_streams_comes_in_order() -> None:
     assert end == Exit(0, tuple(lines[-30:]))
 
 
-async def test_a_line_that_fails_does_not_end_the_reader() -> None:
+async def test_a_failing_callback_does_not_end_the_reader() -> None:
     def take(line: str) -> None:
         raise KeyError(line)
 
@@ -90,7 +90,7 @@ def foreign_memory() -> Iterator[None]:
     "noted", [True, False], ids=["all killed at once", "its tracker and its leader killed"]
 )
 async def test_the_group_and_shared_memory_of_a_child_end_with_it(noted: bool) -> None:
-    """The segments are found by the child's processes, so that memory of other programs remains."""
+    """The segments are found through the child's processes, so that memory of other programs remains."""
     lines: list[str] = []
     child = start(fake(FORKED), lines.append)
     await until(lambda: len(lines) == 3)
@@ -110,7 +110,7 @@ async def test_the_group_and_shared_memory_of_a_child_end_with_it(noted: bool) -
 
 
 async def test_wait_returns_though_a_grandchild_in_another_group_holds_the_pipe() -> None:
-    """A daemon may have left the group with our pipe as its stdout."""
+    """A daemon that left the child's group may keep our pipe as its stdout."""
     lines: list[str] = []
     child = start(
         fake("""

@@ -97,7 +97,7 @@ async def test_proc_shows_the_command_and_the_environment_of_a_forked_child() ->
             assert (await child.wait()).code == -signal.SIGKILL
 
 
-async def test_an_environment_without_room_loses_its_last_variables_in_proc_only() -> None:
+async def test_an_environment_that_does_not_fit_into_proc_reaches_the_child_whole() -> None:
     with Guardian(1, run=f"run-{os.getpid()}") as guardian:
         async with serving(guardian=guardian) as server:
             lines: list[str] = []
@@ -111,7 +111,7 @@ async def test_an_environment_without_room_loses_its_last_variables_in_proc_only
             await child.wait()
 
 
-@pytest.mark.parametrize("failure", ["import", "killed", "hangs", "upgraded"])
+@pytest.mark.parametrize("failure", ["import", "killed", "stopped", "upgraded"])
 async def test_without_the_fork_server_a_child_starts_by_itself(
     failure: str, modules: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,7 +123,7 @@ async def test_without_the_fork_server_a_child_starts_by_itself(
     async with serving() as server:
         if failure == "killed":
             os.kill(server.pid, signal.SIGKILL)
-        elif failure == "hangs":
+        elif failure == "stopped":
             os.kill(server.pid, signal.SIGSTOP)
         elif failure == "upgraded":
             (modules / "new").write_text(STATE)
@@ -166,8 +166,8 @@ async def test_the_fork_server_and_its_children_notice_the_death_of_the_supervis
 
 
 def test_the_imports_are_those_of_the_roles_and_have_no_state_of_a_process() -> None:
-    """Roles import what is left of vLLM in a tenth of a second, no thread runs that a fork would lose, and modules of
-    pdserve with names by chance, metrics or times of start are not among them."""
+    """Few modules of vLLM are left for the roles to import, no thread runs that a fork would lose, and no module of
+    pdserve with random names, metrics or start times is imported."""
     script = f"""
 import json, os, sys
 for name in {[*WORKER_MODULES, *FRONTEND_MODULES]}:

@@ -73,7 +73,7 @@ def test_leftovers_of_a_killed_guardian_are_stopped_by_the_next_graph(tmp_path: 
     assert [each.wait() for each in (guardian, ours, stranger)] == [0, -signal.SIGTERM, -signal.SIGKILL]
 
 
-async def test_a_wave_is_stopped_after_the_one_before_has_ended(tmp_path: Path) -> None:
+async def test_a_wave_is_stopped_after_the_wave_before_has_ended(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("frontend", "decode")]
     roles = [_role(folder) for folder in folders]
     await until(lambda: all((folder / "up").exists() for folder in folders))

@@ -74,7 +74,7 @@ async def test_an_instance_counts_as_missing_only_after_a_while(
 
 
 async def test_all_frontends_of_the_port_must_be_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which frontend answers is chance: repeated answers of one say nothing about the other."""
+    """Which frontend answers is random: repeated answers of frontend a say nothing about frontend b."""
     answers = iter(
         [("a", ""), ("a", ""), ("b", "no worker"), ("a", ""), ("", "refused"), ("b", ""), ("a", "")]
     )

@@ -22,10 +22,10 @@ WRONG = NoRestart("its configuration is wrong")
         pytest.param(runs(SHORT), Restart(1), id="first crash"),
         pytest.param(runs(SHORT, SHORT, SHORT), Restart(4), id="doubles"),
         pytest.param(runs(SHORT, SHORT, LONG), Restart(1), id="a healthy run ends the series"),
-        pytest.param(runs(SHORT, LONG, SHORT), Restart(1), id="the series starts anew"),
-        pytest.param(runs(*[FAILED] * 40), Restart(30), id="it was ready long ago: for ever, at the ceiling"),
+        pytest.param(runs(SHORT, LONG, SHORT), Restart(1), id="a new series after a healthy run"),
+        pytest.param(runs(*[FAILED] * 40), Restart(30), id="40 failed starts: at the ceiling"),
         pytest.param(runs(FAILED, code=2), Restart(1), id="its configuration was right once"),
-        pytest.param(runs(*[SHORT] * 9, code=-9), Restart(1), id="killed: nothing to wait for"),
+        pytest.param(runs(*[SHORT] * 9, code=-9), Restart(1), id="killed: the pause does not grow"),
         pytest.param(runs(SHORT, SHORT, code=0), Restart(1), id="told to end by an operator"),
         pytest.param(runs(SHORT, SHORT, code=-11), Restart(2), id="a crash doubles the pause"),
     ],
@@ -54,7 +54,7 @@ def test_a_process_of_a_role_that_was_never_ready_may_be_given_up(
     assert decide(history, POLICY) == decision
 
 
-def test_a_worker_that_never_starts_beside_others_that_do_is_tried_for_ever() -> None:
+def test_a_worker_that_never_starts_is_tried_for_ever_if_others_of_its_role_were_ready() -> None:
     assert decide(runs(*[FAILED] * 30), POLICY, kind_was_ready=True) == Restart(30)
     assert decide(runs(FAILED, code=2), POLICY, kind_was_ready=True) == WRONG
 

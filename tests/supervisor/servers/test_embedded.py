@@ -54,7 +54,7 @@ async def test_the_error_of_an_etcd_without_disk_space_has_no_stack(tmp_path: Pa
 async def test_damaged_data_do_not_prevent_a_start(
     tmp_path: Path, credentials: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This holds at the start of `serve` and at a restart; etcd gets its keys without a lease back."""
+    """Tried at the first start, and at a restart by `serve`, which puts the keys without a lease back into etcd."""
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path)
     for kind in (EmbeddedNats, EmbeddedEtcd):
         async with kind(tmp_path, credentials=credentials) as server:
