@@ -67,26 +67,26 @@ REQUESTS = [
     request("a stream", part(RED), stream=True, stream_options={"include_usage": True}),
     request("with detail", {"type": "image_url", "image_url": {"url": RED, "detail": "low"}}),
     request("two with logprobs", part(BLUE), part(RED), logprobs=True, top_logprobs=2),
-    Request("of messages", MESSAGES, {"model": "demo", "max_tokens": 8, "temperature": 0, "messages":
+    Request("messages API", MESSAGES, {"model": "demo", "max_tokens": 8, "temperature": 0, "messages":
             [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]}),
-    Request("of responses", RESPONSES, {"model": "demo", "max_output_tokens": 8, "temperature": 0, "input":
+    Request("responses API", RESPONSES, {"model": "demo", "max_output_tokens": 8, "temperature": 0, "input":
             [{"role": "user", "content": [{"type": "input_image", "image_url": RED, "detail": "auto"}]}]}),
-    request("no image", NO_IMAGE),
+    request("no PNG", NO_IMAGE),
     request("no base64", part("data:image/png,AAAA"), differs=ELSEWHERE),
     request("no data", part("data:image/png;base64,")),
-    request("of a file", part("file:///etc/passwd"), differs=ELSEWHERE),
+    request("file URL", part("file:///etc/passwd"), differs=ELSEWHERE),
     request("no URL", part("x"), differs=ELSEWHERE),
-    request("nothing", {"type": "image_url"}),
-    request("a number", {"type": "image_url", "image_url": {"url": 1}}),
-    request("a text", {"type": "image_url", "image_url": RED}),
+    request("no image_url", {"type": "image_url"}),
+    request("URL a number", {"type": "image_url", "image_url": {"url": 1}}),
+    request("image_url a text", {"type": "image_url", "image_url": RED}),
     request("audio", AUDIO),
     request("embeddings", {"type": "image_embeds", "image_embeds": "AAAA"}),
-    request("a stream of no image", NO_IMAGE, stream=True),
+    request("no PNG, stream", NO_IMAGE, stream=True),
     request("too many", *[part(RED)] * 17, differs="images of a prompt"),
     request("too large", part(data(png("red", (8000, 5000)))), differs="pixels of a request's images"),
-    request("fetched", part("http://127.0.0.1:9/red"), differs=ELSEWHERE),
-    request("named", part(RED, uuid="mine")),
-    request("another of that name", part(BLUE, uuid="mine"), differs="`uuid` of an image"),
+    request("http URL", part("http://127.0.0.1:9/red"), differs=ELSEWHERE),
+    request("with uuid", part(RED, uuid="mine")),
+    request("another image, same uuid", part(BLUE, uuid="mine"), differs="`uuid` of an image"),
 ]  # fmt: skip
 
 

@@ -229,8 +229,8 @@ def test_a_process_is_in_one_state() -> None:
     assert node(state(slots=[KILLED], silent=("decode-1-d1",)), "decode-1").state == "waiting to restart"
     assert node(state(slots=[KILLED]), "decode-1").state == "ready"  # it answers: its record is old
     for silent in (state(silent=("decode-1-d1",)), state(instances=WITHOUT_1)):
-        hangs = node(silent, "decode-1")  # the supervisor's record is from before the hang
-        assert (hangs.state, hangs.why, hangs.seconds) == ("does not answer", "", None)
+        shown = node(silent, "decode-1")  # the supervisor's record still says that it is ready
+        assert (shown.state, shown.why, shown.seconds) == ("does not answer", "", None)
     killed = node(state(slots=[KILLED], instances=WITHOUT_1), "decode-1")
     assert (killed.state, killed.why, killed.seconds) == ("waiting to restart", "killed by SIGKILL", 4)
 

@@ -114,7 +114,7 @@ class Reporting(Idle):
 
 
 class Failing(Idle):
-    """Fails while one of its threads hangs."""
+    """Fails while one of its threads sleeps."""
 
     @classmethod
     def connect(cls, _config: Config, _slot: Slot, _metrics_url: str) -> "Failing":
@@ -184,7 +184,7 @@ async def test_a_service_without_supervisor_and_guardian_stops_by_itself(
     os.kill(os.getpid(), SUPERVISOR_DIED)
     started = time.monotonic()
     await asyncio.wait_for(living, 30)
-    assert time.monotonic() - started > 0.5, "the guardian gets its time"
+    assert time.monotonic() - started > 0.5, "the guardian has time to stop the graph"
     assert "drain" in service.noted
 
 
