@@ -33,6 +33,8 @@ _uvicorn.setLevel(logging.ERROR)  # it warns of each invalid request, so any cli
 LINGER = 0.5
 """Seconds after which a draining server closes an idle connection (a request may be on its way), a refused connection
 is closed (its client reads the error), and a closed connection is aborted."""
+FIRST_REQUEST_WITHIN = 3.0
+"""Seconds after which a draining server closes a connection that never had a request: its client has just connected."""
 SWEEP = 1.0
 """Most seconds between two checks of all connections."""
 UNREAD = "pdserve.unread"
@@ -107,22 +109,19 @@ class ClientConnection(HttpToolsProtocol):
         request that the client is just sending. A response that has not begun will say `connection: close`."""
         self._last = True
         if self._idle():
-            self.loop.call_later(LINGER, self._close_if_idle)
+            self.loop.call_later(LINGER if self.cycle else FIRST_REQUEST_WITHIN, self._close_if_idle)
         elif not self.cycle.response_started:
             super().shutdown()
 
     def _close_if_idle(self) -> None:
-        if not self._idle() or self.transport.is_closing():
+        sock = None if self.transport.is_closing() else self.transport.get_extra_info("socket")
+        if sock is None or not self._idle():
             return
-        if self._last and self._has_input():  # the event loop was late, and calls its timers before it reads
+        unread = any(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4)))
+        if self._last and unread:  # the event loop was late, and calls its timers before it reads
             self.loop.call_later(LINGER, self._close_if_idle)
         else:
             self.transport.close()
-
-    def _has_input(self) -> bool:
-        """Whether the kernel has bytes of the client that were not read yet."""
-        sock = self.transport.get_extra_info("socket")
-        return sock is not None and any(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4)))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to respond before closing: the client may have closed only its sending side. A client that

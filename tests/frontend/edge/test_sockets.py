@@ -309,6 +309,7 @@ async def test_open_connections_are_answered_during_shutdown(either: ServerCerti
         late = await asyncio.open_connection(
             sock=fresh, ssl=tls, server_hostname="localhost" if tls else None
         )
+        await asyncio.sleep(2 * LINGER)  # a busy client takes so long to send its request
         asking = [asyncio.create_task(get(*each)) for each in (idle, late)]
         await asyncio.sleep(0)
         release.set()
