@@ -67,7 +67,7 @@ class FrontendApp:
         response = ResponseWriter(send, state)
         try:
             await self._answer(request, response)
-        except ClientDisconnect:  # before the body was complete
+        except ClientDisconnect:  # the client left before the body was complete
             pass
         except REFUSALS as error:
             await refuse(request, response, error)

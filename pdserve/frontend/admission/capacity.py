@@ -15,10 +15,11 @@ from pdserve.contract.records import Instance
 DEFAULT_MAX_REQUESTS = 256
 """Slots of a worker that does not publish `max_num_seqs`."""
 EXTRA = 4
-"""A worker gets one more request for each of its requests in remote prefill, because those need no slot yet; at most
-one more per `EXTRA` slots."""
+"""A worker gets one more request for each of its requests in remote prefill, because those need no slot yet. The
+bound is one per `EXTRA` slots, but never below one."""
 KV_FULL = 0.9
-"""Share of the KV cache in use below which one more request is tried although the requests' tokens exceed the cache."""
+"""While less than this share of the KV cache is in use, one more request is tried although the requests' tokens exceed
+this frontend's part of the cache."""
 
 
 class InFlight(Protocol):
@@ -44,7 +45,7 @@ class Capacity:
     max_requests: int = 0
     """slots of the workers, free or not; 0 without workers"""
     free_requests: int = 0
-    """more requests that can run now"""
+    """how many more requests can run now"""
     free_tokens: float = 0.0
     """KV tokens for these requests; any number above 0 admits one more, of any length"""
 

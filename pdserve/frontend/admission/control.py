@@ -3,14 +3,14 @@ work is done for them, until the workers have capacity.
 
 Each sequence that a request generates (n, several prompts) needs a permit. The first permit lets the HTTP request in.
 The engine core requests the further ones when the prompt is tokenized. `FairQueue` orders all permits. A request that
-is expected to miss its deadline is refused. A full queue refuses the last request in it.
+is expected to miss its deadline is refused. A full queue refuses its last request that is not admitted.
 Reasons: docs/decisions/0006-overload.md.
 
 A permit may be taken back (preemption): a sequence pauses for a client that runs less than half as many sequences as
-its own client. If its client does not read, it pauses for any waiting request but a flex one.
-docs/decisions/0046-places-of-others.md.
+its own client (`is_short`). If its client does not read, it pauses for any waiting request. For a flex request, only
+flex sequences pause. docs/decisions/0046-places-of-others.md.
 
-Flex requests have a queue of their own. They start only while no other request waits, and pause for any that does.
+Flex requests have a queue of their own. They start only while no other request waits, and pause for each other request.
 docs/decisions/0083-batches.md.
 """
 
@@ -38,11 +38,12 @@ from pdserve.frontend.admission.wait_estimate import (
 from pdserve.util.errors import BadRequest, Overloaded
 
 GROUP = 8
-"""Most sequences of a request tagged together. The request's next ones queue behind its client's other requests."""
+"""A request gets finish tags for at most this many sequences at once. Its next ones queue behind its client's other
+requests."""
 
 
 class AdmissionControl:
-    """Call `leave` at the end of each request that called `enter` or `bypass`, and `advance` whenever the capacity may
+    """Call `leave` at the end of each request that `enter` or `bypass` returned, and `advance` whenever the capacity may
     have grown. `capacity` is called before each grant."""
 
     def __init__(
@@ -61,7 +62,7 @@ class AdmissionControl:
         self._inside: set[Admission] = set()
         """Admitted requests that have not ended."""
         self._starting: set[Admission] = set()
-        """Admitted requests that no decode worker has yet: the capacity does not reflect them."""
+        """Admitted requests whose first sequence has not begun: the capacity does not reflect them."""
         self._granted = GrantedPermits()
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
@@ -135,7 +136,7 @@ class AdmissionControl:
             yield
 
     def redirect(self) -> None:
-        """Send all requests that are not admitted to the model that replaces this one, in their order."""
+        """Send the requests that still wait for admission, in their order, to the model that replaces this one."""
         for admission in [admission for admission in chain(self.queue, self.flex_queue) if admission.waiting]:
             self._withdraw(admission)
             admission.decide(ModelReplaced())
@@ -149,7 +150,9 @@ class AdmissionControl:
     def advance(self) -> None:
         """Grant permits while the workers have capacity or `_make_way` preempts a sequence."""
         self._update_rate()
-        made_for: Admission | None = None  # a sequence was paused for it, and may be ahead of it in the queue
+        made_for: Admission | None = (
+            None  # a sequence was paused for this entry, and may be ahead of it in the queue
+        )
         while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
@@ -197,9 +200,9 @@ class AdmissionControl:
             admission.paused.remove(permit)
 
     def yield_slots(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
-        """Pause up to `count` sequences of a worker, because requests wait in its engine. `there`: the sequences, and
-        whether each has a slot in the engine. If any is flex, only flex ones may pause. Of those that may, only ones
-        with a slot pause if any has one. A client's only sequence is left out unless it is unread or flex."""
+        """Pause up to `count` sequences of a worker, because requests wait in its engine. `there`: the worker's
+        sequences, and whether each has a slot in the engine. If any is flex, only flex ones may pause. If any of these
+        has a slot, only those with a slot may. A client's only sequence may not, unless it is unread or flex."""
         permits = [permit for permit in there if permit.admission.is_flex] or list(there)
         permits = [permit for permit in permits if there[permit]] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
@@ -211,7 +214,7 @@ class AdmissionControl:
 
     def _may_start(self, admission: Admission, places: int) -> bool:
         """Whether the request's next sequence may start. A flex one may not while other requests wait. One that cannot
-        pause must leave room for others (`leaves_room`) or, unless flex, be its client's only one."""
+        pause must leave room for others (`leaves_room`). A client's only one need not, unless it is flex."""
         if admission.is_flex and self.queue:
             return False
         can_pause = not admission.requested or admission.requested[0].can_pause
@@ -265,7 +268,7 @@ class AdmissionControl:
 
     def _grant(self, admission: Admission) -> None:
         """Grant the permit for the request's next sequence; the first one admits the request. Refuse a request that
-        would miss its deadline."""
+        waited for its first permit and would now miss its deadline."""
         end = time.monotonic() + self._estimate().seconds(admission.size.max_tokens)
         if admission.waiting and admission.queued and end > admission.deadline:
             self._refuse(admission, "the request would miss its deadline: it waited too long in the queue")

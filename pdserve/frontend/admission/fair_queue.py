@@ -1,7 +1,7 @@
 """A fair queue: self-clocked fair queueing (SCFQ) over clients, weighted by tokens; FIFO within a client. No I/O.
 
-Each sequence has a finish tag: its tokens plus the larger of two tags, that of its client's previous sequence and the
-virtual time, which is the highest tag that has started. The lowest tag is served next. So a client with one request
+Each sequence has a finish tag: its tokens plus the larger of its client's previous tag and the virtual time. The
+virtual time is the highest tag of a sequence that has started. The lowest tag is served next. So a client with one request
 goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
 In addition, a client that runs its share of the slots gets no further sequence while clients that run less than theirs
@@ -114,7 +114,8 @@ class FairQueue(Generic[E]):
         return self._client(entry.client).running
 
     def first_short(self, may: Callable[[E], bool]) -> E | None:
-        """The first entry that may start and whose client runs less than half as many sequences as another client."""
+        """The first entry that may start and whose client runs less than half as many sequences as another
+        (`is_short`)."""
         most = max((client.running for client in self._clients.values()), default=0)
         if not any(client.waiting and is_short(client.running, most) for client in self._clients.values()):
             return None
@@ -131,7 +132,7 @@ class FairQueue(Generic[E]):
         entry.tag += entry.tokens
 
     def put_back(self, entry: E) -> None:
-        """Undo `start`, as for a preempted sequence: it stays before its client's later ones. Then push the entry."""
+        """Undo `start`, as for a preempted sequence: it stays before its client's later ones. Does not push the entry."""
         self._client(entry.client).running -= 1
         entry.tagged += 1
         entry.tag -= entry.tokens
@@ -141,7 +142,8 @@ class FairQueue(Generic[E]):
         self._client(client).running -= 1
 
     def before(self, entry: E) -> list[tuple[float, int]]:
-        """For each entry served earlier: tokens per sequence, and how many sequences start before this entry's next."""
+        """For each entry with a lower tag: tokens per sequence, and how many of its sequences start before the next one
+        of `entry`."""
         return [
             (other.tokens, _turns_before(other, entry)) for other in self._entries if other.tag < entry.tag
         ]

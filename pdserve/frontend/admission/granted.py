@@ -17,7 +17,7 @@ KEPT = 4
 
 
 class Control(Protocol):
-    """`AdmissionControl`, for its permits."""
+    """The part of `AdmissionControl` that permits use."""
 
     def request(self, permit: "SequencePermit") -> None: ...
 
@@ -155,16 +155,16 @@ class GrantedPermits:
 
     def leaves_room(self, places: int, *, is_flex: bool) -> bool:
         """Whether one more sequence that cannot pause leaves one slot in `KEPT` to sequences that can. A flex one must
-        leave those slots empty, and all flex ones that cannot pause get at most as many slots, so that other requests
-        find slots at once."""
+        leave those slots empty, so that other requests find slots at once. All flex ones that cannot pause get at most
+        that many slots together."""
         kept = max(places > 1, places // KEPT)
         if is_flex:
             return len(self) < places - kept and self._fixed[True] < max(kept, 1)
         return self._fixed.total() < places - kept
 
     def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
-        """Those of the permits that can pause, in the order to preempt: unread, flex, then by how many sequences the
-        client runs, the most first; the youngest first if equal. A client's only sequence is left out unless it is
+        """Those of the permits that can pause, in the order to preempt: unread ones, flex ones, then by how many
+        sequences the client runs, the most first. If equal, the youngest is first. A client's only sequence is left out unless it is
         unread or flex."""
         age = {permit: age for age, permit in enumerate(self._permits)}
 

@@ -9,8 +9,8 @@ _REQUESTS = 32
 _SECONDS = 30.0
 """time constant of the admission rate's mean"""
 _ENOUGH = 1.0
-"""seconds with waiting requests after which the rate is known; if longer, a request's duration, but no more than
-half of `_SECONDS`"""
+"""The rate is known after this many seconds with waiting requests. If requests last longer, it takes as long as one
+lasts, at most half of `_SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RequestEstimate:
         return self.output_tokens if max_tokens is None else min(max_tokens, self.output_tokens)
 
     def seconds(self, max_tokens: int | None) -> float:
-        """Expected seconds at a worker of a sequence with this bound."""
+        """Expected seconds that a sequence with this bound takes at a worker."""
         return self.ttft + self.itl * self.tokens(max_tokens)
 
 
@@ -78,8 +78,8 @@ class AdmissionRate:
         self._tokens = max(0.0, self._tokens + tokens)
 
     def seconds(self, tokens: float, now: float, run: float = 0.0) -> float | None:
-        """Expected seconds until `tokens` more tokens are admitted. None while the rate is unknown: in a burst, until
-        the first requests end, after about `run` seconds."""
+        """Expected seconds until `tokens` more tokens are admitted. None while the rate is unknown. In a burst, that
+        is until the first requests end, after about `run` seconds."""
         self._go_on(now)
         if not tokens:
             return 0.0
@@ -98,8 +98,9 @@ class AdmissionRate:
 
 def seconds_too_late(wait: float, left: float, run: float, max_wait: float) -> float:
     """By how many seconds a start in `wait` seconds is too late for a request that has `left` seconds and runs for
-    `run`; 0 if in time. Only half of the spare time, and at most `max_wait`, may be spent waiting, because all of these
-    are guesses and a late request costs as much as a served one. With `wait` 0 (first in the queue) it is in time."""
+    `run`; 0 if in time. Only half of the spare time, and at most `max_wait`, may be spent waiting, because all these
+    numbers are guesses, and a request that misses its deadline costs as much as one that keeps it. A `wait` of 0 is
+    always in time."""
     return max(0.0, wait - max(0.0, min(max_wait, (left - run) / 2)))
 
 
@@ -110,6 +111,7 @@ def seconds_of_turns(turns: int, running: int, run: float) -> float | None:
 
 
 def retry_after(late: float, late_now: float | None) -> float:
-    """Seconds until a refused request should be retried. `late`: seconds too late by the admission rate of the last
-    half minute; `late_now`: by the rate at which running requests end."""
+    """Seconds until a refused request should be retried. `late`: the seconds by which it would be too late,
+    or the wait of the whole queue, by the admission rate of the last half minute. `late_now`: the same by the rate at
+    which running requests end."""
     return late if late_now is None else max(1.0, min(late, late_now))

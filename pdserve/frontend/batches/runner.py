@@ -24,21 +24,23 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL = 1.0
 """Seconds between two polls of the open batches, and between two writes of results."""
 WINDOW_STEP = 10.0
-"""Seconds that are taken off the windows of all open batches at once, in advance."""
+"""Seconds that each countdown takes off the completion windows of all open batches, in advance."""
 RERUN_DELAY = 60.0
 """Seconds until a batch runs again after an unexpected error."""
 QUEUED_LINES = 8
 """Lines of a batch that wait in admission control, besides those that have slots."""
 MAX_PAUSE = 5.0
-"""Longest pause of a batch after a refused line, in seconds."""
+"""Longest pause of a batch after a refused line, and its pause after a failed write, in seconds."""
 UNKNOWN_MODEL_SECONDS = 600.0
-"""Seconds of nothing but 404s after which a 404 is a line's result. Until then the model's workers may register."""
+"""After this many seconds without a status other than 404, a 404 is a line's result. Until then the model's workers may
+register."""
 MAX_TRIES = 3
 """Tries of a line whose error may be the server's."""
 
 
 class BatchRunner:
-    """Runs the batches of an API key one after another, unless one has errors, and those of different keys at once."""
+    """Runs batches of different API keys at once, and those of one key one after another. A batch with a 404 or an
+    unexpected error does not keep the next one waiting."""
 
     def __init__(self, context: PluginContext, store: Store) -> None:
         self._context = context
@@ -85,7 +87,7 @@ class BatchRunner:
 
 
 class BatchRun:
-    """Sends the lines of one batch that have no result. A refused line is sent again once all others were sent."""
+    """Sends those lines of one batch that have no result. A refused line is sent again once all others were sent."""
 
     def __init__(self, context: PluginContext, store: Store, owner: str, batch_id: str) -> None:
         self.owner = owner
@@ -128,7 +130,10 @@ class BatchRun:
             return
         await self._write()
         total = self._batch["request_counts"]["total"]
-        async with self._client, TaskOwner() as lines:  # cancels the running lines when the batch stops
+        async with (
+            self._client,
+            TaskOwner() as lines,
+        ):  # `lines` cancels the running ones when the batch stops
             while not self._must_stop() and (self._running or len(self._taken) < total):
                 if len(self._taken) < total:
                     await self._send_lines(lines)
@@ -182,8 +187,8 @@ class BatchRun:
             await self._write()
 
     async def _write(self) -> None:
-        """Write the results and read the batch again. Retry while the disk is full or the database busy; until then, no
-        line is sent."""
+        """Write the results and read the batch again. Retry while the disk is full or the database busy; meanwhile
+        no line is sent."""
         count = len(self._results)
         while True:
             try:
@@ -211,7 +216,7 @@ class BatchRun:
         result = custom_id = None
         try:
             with isolate_errors("batch line") as outcome:
-                # in a thread, as `begin` checked it: JSON that fits there may be nested too deep for a task
+                # in a thread, where `begin` checked it: JSON nested just within the limit there may be too deep here
                 line = await asyncio.to_thread(parse, text, self._batch["endpoint"])
                 custom_id = line.custom_id
                 response = await self._client.post(line.url, content=_flex_body(line))

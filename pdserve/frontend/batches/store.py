@@ -1,7 +1,7 @@
 """Files and batches of all API keys: one SQLite database, where each line of a file is a row. All functions block.
 
 Each transaction opens a connection of its own. The rollback journal works wherever file locks do; a WAL needs memory
-shared within one host. `records.left` counts down the seconds left of an open batch, because clocks may be set.
+shared within one host. `records.left` counts down the seconds left of an open batch's window, because clocks may be set.
 """
 
 import errno
@@ -26,7 +26,7 @@ from pdserve.util.errors import BadRequest, PdserveError
 logger = logging.getLogger(__name__)
 
 MAX_FILES, MAX_STORED = 1000, 10 << 30
-"""Most files of an API key, and most bytes of them together."""
+"""Most files of an API key, and the total of their bytes above which it gets no new file or batch."""
 MAX_OPEN = 100
 """Most open batches of an API key."""
 MAX_CLOSED = 1000
@@ -34,7 +34,7 @@ MAX_CLOSED = 1000
 MAX_LINE, MAX_LINES = 4 << 20, 50_000
 """Most bytes of a line, and most lines of a batch."""
 MAX_ERRORS = 100
-"""Most errors of a batch's input that are listed."""
+"""How many errors of a batch's input are listed, at most."""
 WINDOW = 24 * 3600.0
 """Completion window of a batch, in seconds."""
 BUSY_TIMEOUT = 30.0
@@ -222,7 +222,7 @@ class Store:
         """Take `seconds` off the window of each open batch, and return free pages to the file system."""
         with self._transaction("IMMEDIATE") as db:
             db.execute("UPDATE records SET left = left - ? WHERE left > 0", (seconds,))
-            db.executescript("PRAGMA incremental_vacuum(10000)")  # pages
+            db.executescript("PRAGMA incremental_vacuum(10000)")  # at most 10,000 pages
 
     def open_batches(self) -> list[tuple[str, str, float]]:
         """Owner, id and seconds left of each, the oldest first."""

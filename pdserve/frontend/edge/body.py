@@ -37,7 +37,7 @@ DISCARD_WITHIN = 10.0
 """Most seconds to read a refused request's body."""
 _BYTES_PER_TOKEN = 4
 IMAGE_TOKENS = 1024
-"""Assumed tokens of an image; models make 64 to about 4,000, by its size."""
+"""Assumed tokens of an image; models make 64 to about 4,000 of one, by its size."""
 _BOUNDS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
@@ -53,7 +53,7 @@ _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 LARGE = 64 << 10
 """Bytes of a body that takes vLLM's app about 10 ms."""
 MANY = 100
-"""JSON objects in a body that takes it as long."""
+"""Number of JSON objects in a body that takes vLLM's app as long."""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _LARGEST = 1 << 40
 """Larger numbers of a body are cut to this, so that computing with them cannot overflow."""
@@ -87,7 +87,7 @@ class ParsedBody:
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
     """Return the most bytes of a body for a model with this context length: 4 MiB and 64 a token, enough for \\u
     escapes, lists of token ids and several prompts; 256 KiB and 32 a token if the text is only tokenized. At most
-    `MAX_BODY`, also without a worker, when the context length is unknown (0)."""
+    `MAX_BODY`; exactly that while the context length is unknown (0), as without a worker."""
     if not max_model_len:
         return MAX_BODY
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
@@ -95,8 +95,8 @@ def max_body(max_model_len: int, *, tokenizing: bool) -> int:
 
 
 class Budget:
-    """Memory that the requests of all clients share, in bytes or pixels. A client never has more than is still free, so
-    that another client always gets some."""
+    """Memory that the requests of all clients share, in bytes or pixels. A client's part is at most as large as what
+    stays free, so that another client always gets some."""
 
     def __init__(self, bound: int, used_for: str) -> None:
         """`used_for`: text of a refusal; `{}` becomes the amount in use."""
@@ -119,7 +119,7 @@ class Budget:
 
 class BodyReader:
     """Reads bodies. Each body counts in `budget` until its request ends, because until then the model's app holds it,
-    and several times its size besides."""
+    and objects of several times its size."""
 
     def __init__(self, bound: int = MAX_HELD, grace: float = GRACE) -> None:
         self.budget = Budget(bound, "too many request bodies are in memory ({} bytes)")
@@ -210,7 +210,7 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
             )
     if not isinstance(fields.get("structured_outputs") or {}, dict):  # vLLM 0.32 answers 500
         raise BadRequest("structured_outputs must be an object", "structured_outputs")
-    store = fields.get("store")  # vLLM's check accepts "false" as text, and then keeps the response for ever
+    store = fields.get("store")  # vLLM's check lets "false" as text pass; the response is then kept for ever
     if isinstance(store, str) and not _is_true(store) and _is_true(fields.get("background")):
         raise BadRequest("background can only be used when `store` is true", "background")
     given = fields.get("request_id")
@@ -226,7 +226,9 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
 
 def check_parts(raw: bytes) -> None:
     """Raise BadRequest for a body with too many lists and objects, before parsing it."""
-    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw:  # \0: UTF-16, unfit for `_TEXT`
+    if (
+        raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw
+    ):  # a body with \0 is UTF-16, unfit for `_TEXT`
         raw = _TEXT.sub(b"", raw)
     if (parts := raw.count(b"{") + raw.count(b"[")) > MAX_PARTS:
         raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")
@@ -243,8 +245,8 @@ def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
 
 
 def _fields(raw: bytes) -> dict[str, object]:
-    """Return the fields as the model's app will read them; empty if it will refuse the body. It uses Python's `json`,
-    which accepts more than the standard: NaN, numbers of any size, other encodings, lone surrogates."""
+    """Return the fields as the model's app will read them; empty if it will refuse the body. The app uses Python's
+    `json`, which accepts more than the standard: NaN, numbers of any size, other encodings, lone surrogates."""
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,9 +1,9 @@
 """Clients' connections: limits what a client may send before it is authenticated, and ends idle and blocked
 connections.
 
-uvicorn waits for ever for a request's head, of any length, and for a client that does not read its response. The first
-occupies a socket and memory, the second also an engine's slot, because its tokens are generated into buffers that are
-never emptied.
+uvicorn waits for ever for a request's head, of any length, and for a client that does not read its response. A head
+that does not come occupies a socket and memory. An unread response also occupies an engine's slot, because its tokens
+are generated into buffers that are never emptied.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class ClientConnection(HttpToolsProtocol):
         """bytes received since the parser last reported anything"""
         self._refusal = (400, "this is no valid HTTP request")
         self._refused = False
-        """further data is ignored"""
+        """whether further data is ignored"""
         self._taken = -1
         """bytes acknowledged at the last check; -1 if none waited to be sent"""
         self._unread = 0.0
@@ -88,7 +88,7 @@ class ClientConnection(HttpToolsProtocol):
         self._closing_since = 0.0
         """monotonic time of the first check that found it closing; else 0"""
         self._last = False
-        """whether the next request is the last one"""
+        """whether it closes after its current request, or after the next one if it is idle"""
         self._half_closed = False
         """whether the client has closed its sending side"""
 
@@ -160,7 +160,9 @@ class ClientConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
             return
-        if self._head_since is None and self._idle():  # a head, or the rest of a refused request's body
+        if (
+            self._head_since is None and self._idle()
+        ):  # this is a head, or the rest of a refused request's body
             self._head_since = time.monotonic()
         self._moved = False
         self._unset_keepalive_if_required()
@@ -231,7 +233,7 @@ class ClientConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        if self._idle():  # answered before its body was complete; uvicorn has stopped its timer
+        if self._idle():  # the request was answered before its body was complete, and uvicorn's timer is off
             self._head_since = time.monotonic()
 
     def _refuse_head(self, status: int, message: str) -> None:
@@ -280,8 +282,8 @@ class ClientConnection(HttpToolsProtocol):
         return self._unread
 
     def closing_seconds(self, now: float) -> float:
-        """Return the seconds since this side closed the connection with nothing left to send. Call regularly, after
-        `unread_seconds`."""
+        """Return the seconds since a check first found the connection closing with nothing left to send. Call regularly,
+        after `unread_seconds`."""
         if not self.transport.is_closing() or self._taken >= 0:
             self._closing_since = 0.0
         else:

@@ -84,7 +84,7 @@ class DeltaStream:
         self._with_app += 1
 
     def sent(self, part: bytes) -> None:
-        """Count a chunk that the app has written; take the template from the first one with text."""
+        """Count a chunk with text that the app has written. The first one without a finish reason is the template."""
         if chunk := _CHUNK.fullmatch(part):
             self._with_app -= 1
             if self._frame is None and b'"finish_reason":null' in chunk[2]:

@@ -42,7 +42,7 @@ class RequestFailure:
     retry_after: float = 0.0
     """Seconds; 0 if a retry is pointless."""
     redirect: bool = False
-    """Whether the new model of the same name can answer it, because nothing was generated yet."""
+    """Whether the new model of the same name can answer the request, because nothing was generated yet."""
     param: str | None = None
     """The invalid field of the request."""
 
