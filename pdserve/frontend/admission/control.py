@@ -43,8 +43,8 @@ requests."""
 
 
 class AdmissionControl:
-    """Call `leave` at the end of each request that `enter` or `bypass` returned, and `advance` whenever the capacity may
-    have grown. `capacity` is called before each grant."""
+    """Call `leave` at the end of each request that `enter` or `bypass` returned, and `advance` whenever the capacity
+    may have grown. `capacity` is called before each grant."""
 
     def __init__(
         self,

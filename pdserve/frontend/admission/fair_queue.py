@@ -1,8 +1,8 @@
 """A fair queue: self-clocked fair queueing (SCFQ) over clients, weighted by tokens; FIFO within a client. No I/O.
 
 Each sequence has a finish tag: its tokens plus the larger of its client's previous tag and the virtual time. The
-virtual time is the highest tag of a sequence that has started. The lowest tag is served next. So a client with one request
-goes before the second request of a client with a thousand, and an idle client saves up nothing.
+virtual time is the highest tag of a sequence that has started. The lowest tag is served next. So a client with one
+request goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
 In addition, a client that runs its share of the slots gets no further sequence while clients that run less than theirs
 wait, because sequences may last much longer than estimated. A single client may use every slot, until `first_short`
@@ -132,7 +132,8 @@ class FairQueue(Generic[E]):
         entry.tag += entry.tokens
 
     def put_back(self, entry: E) -> None:
-        """Undo `start`, as for a preempted sequence: it stays before its client's later ones. Does not push the entry."""
+        """Undo `start`, as for a preempted sequence: it stays before its client's later ones. Does not push
+        the entry."""
         self._client(entry.client).running -= 1
         entry.tagged += 1
         entry.tag -= entry.tokens

@@ -164,8 +164,8 @@ class GrantedPermits:
 
     def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
         """Those of the permits that can pause, in the order to preempt: unread ones, flex ones, then by how many
-        sequences the client runs, the most first. If equal, the youngest is first. A client's only sequence is left out unless it is
-        unread or flex."""
+        sequences the client runs, the most first. If equal, the youngest is first. A client's only sequence is left out
+        unless it is unread or flex."""
         age = {permit: age for age, permit in enumerate(self._permits)}
 
         def rank(permit: SequencePermit) -> tuple[bool, bool, int, int]:

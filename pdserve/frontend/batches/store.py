@@ -1,7 +1,8 @@
 """Files and batches of all API keys: one SQLite database, where each line of a file is a row. All functions block.
 
 Each transaction opens a connection of its own. The rollback journal works wherever file locks do; a WAL needs memory
-shared within one host. `records.left` counts down the seconds left of an open batch's window, because clocks may be set.
+shared within one host. `records.left` counts down the seconds left of an open batch's window, because clocks may be
+set.
 """
 
 import errno

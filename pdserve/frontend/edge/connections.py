@@ -282,8 +282,8 @@ class ClientConnection(HttpToolsProtocol):
         return self._unread
 
     def closing_seconds(self, now: float) -> float:
-        """Return the seconds since a check first found the connection closing with nothing left to send. Call regularly,
-        after `unread_seconds`."""
+        """Return the seconds since a check first found the connection closing with nothing left to send. Call
+        regularly, after `unread_seconds`."""
         if not self.transport.is_closing() or self._taken >= 0:
             self._closing_since = 0.0
         else:

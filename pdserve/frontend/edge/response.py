@@ -40,7 +40,7 @@ _ERROR_TYPES = {
 _EVENT = b"data: "
 _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 MAX_TIMED, MAX_SAID = 16, 100
-"""Most hops in a `server-timing` header, most characters of each description."""
+"""Most hops in a `server-timing` header, and most characters of each description."""
 
 
 class HttpError(PdserveError):
@@ -104,7 +104,7 @@ class ResponseWriter:
         self.status = 0
         """the status that was sent; 0 before"""
         self.ended = False
-        """further messages of the app are dropped"""
+        """whether further messages of the app are dropped"""
         self.refusal: RequestFailure | None = None
         """a failure that `state` does not have"""
         self._send = send
@@ -191,7 +191,7 @@ class ResponseWriter:
         if self.redirected:
             self.ended = True
         elif failure is not None and start["status"] == 200:
-            await self.fail(failure)  # vLLM's app learns of it only after it has sent a stream's status
+            await self.fail(failure)  # vLLM's app learns of the failure only after it has sent a stream's status
         else:
             if start["status"] >= 400 and whole and len(self._early) == 1:
                 body = with_one_shape(self.state.path, first.get("body", b""), start["status"])
@@ -261,8 +261,8 @@ def _error_event(path: str, failure: RequestFailure) -> bytes:
 
 
 def server_timing(hops: Sequence[Hop], *, whole: bool) -> str:
-    """Return the `server-timing` header: each hop with its ms and its instance or, if it takes no time, its reason.
-    `whole`: false at the start of a stream, to leave out its unfinished decode."""
+    """Return the `server-timing` header: each hop with its ms and its instance. A hop that takes no time has its
+    reason instead. `whole`: false at the start of a stream, to leave out its unfinished decode."""
     shown = [hop for hop in hops if hop.name in HOPS and (whole or hop.name != "decode")]
     return ", ".join(map(_timed, shown[:MAX_TIMED]))
 

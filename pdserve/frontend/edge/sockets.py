@@ -14,7 +14,7 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind with SO_REUSEPORT, so that the kernel spreads connections over the frontends. Do not listen yet, because a
-    frontend must get none while it loads. Raises ConfigError with the name of another program on the port, because
+    frontend must get no connection while it loads. Raises ConfigError with the name of another program on the port, because
     that program would get a part of the requests."""
     if others := _other_listeners(port):
         raise ConfigError([f"Frontend.port: {port} is in use by {others}. Stop it or choose another port."])
@@ -32,7 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
-    """Yield all connections in the kernel's backlog, non-blocking. Raises OSError if file descriptors or memory are
+    """Yield all connections that wait in the kernel, non-blocking. Raises OSError if file descriptors or memory are
     exhausted."""
     for sock in listening:
         try:
@@ -40,7 +40,7 @@ def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
                 connection, _ = sock.accept()
                 connection.setblocking(False)
                 yield connection
-        except OSError as error:  # BlockingIOError (the backlog is empty), or the client has left
+        except OSError as error:  # BlockingIOError (no connection waits), or the client has left
             if error.errno in _EXHAUSTED:
                 raise
 

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises NotImplementedError for the rest, which no route reaches
-    """One per model. All methods run in the event loop. Those that AsyncLLM calls never wait (but `get_output_async`),
+    """One per model. All methods run in the event loop. Those that AsyncLLM calls never wait (except `get_output_async`),
     so that a cancelled HTTP request leaves no half-added generation behind."""
 
     def __init__(self, card: ModelCard, context: ModelContext) -> None:
@@ -63,7 +63,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self.process: Callable[[EngineCoreOutputs], list[str]]
         """processes one engine step's outputs; returns the ids of the requests that end with them"""
         self.stream_deltas: Callable[[str, DeltaStream, bool], None]
-        """makes most chunks of a plain stream without vLLM's app (`edge/deltas.py`)"""
+        """lets `edge/deltas.py` make most chunks of a plain stream, without vLLM's app"""
         self.plain_paths: Mapping[str, bool] = {}
         """routes on which to call `stream_deltas`; the value is its argument `empty`"""
         self.on_capacity: Callable[[], None] = lambda: None
@@ -122,7 +122,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         generation.must_replay = stateful_parameter(request.sampling_params) is not None
         generation.request = seeded_for_replay(request)
         generation.kv_tokens = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
-        if state.failure is not None:  # a sibling (n > 1, beams) has just ended all of them
+        if state.failure is not None:  # a sibling (n > 1, beams) has just ended the whole request
             self._drop(generation)
             return
         if state.deltas is not None and state.path in self.plain_paths:
@@ -187,7 +187,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self.on_capacity()
 
     def _pass_on(self, held: list[tuple[Generation, EngineCoreOutput]]) -> None:
-        """Hand outputs that were held back to AsyncLLM."""
+        """Hand AsyncLLM the outputs that were held back."""
         for generation, output in held:
             self._count(generation, output.new_token_ids)
         self._process([output for _, output in held])
@@ -263,7 +263,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
                 self._end(other)
 
     def _drop(self, generation: Generation) -> None:
-        """End a generation whose HTTP request is over, because vLLM does not end the other beams when one fails."""
+        """End a generation whose HTTP request is over. When one beam fails, vLLM does not end the others."""
         failure = generation.state.failure
         self.fail(generation, failure or RequestFailure(500, "its HTTP request is over"))
         generation.state.failure = failure  # None if the client has left
@@ -272,7 +272,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
     ) -> None:
         """Pass on the held outputs, then fail the generation, which is its request's only one. The error is sent in the
-        next event loop turn, because it would replace the outputs in AsyncLLM's collector."""
+        next event loop turn, because now it would replace the outputs in AsyncLLM's collector."""
         generation.state.failure = failure
         self._pass_on([(generation, output) for output in held])
         if generation.id in self._generations:
@@ -288,7 +288,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self._migration.stop_waiting(generation)
         if generation.permit is not None:
             generation.permit.release()
-            generation.permit = None  # a reference cycle would wait for the garbage collector
+            generation.permit = None  # else a reference cycle would wait for the garbage collector
         if not self._generations:
             self._emptied.set()
         self.on_capacity()

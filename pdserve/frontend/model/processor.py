@@ -63,7 +63,7 @@ class Processor:
 @asynccontextmanager
 async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
     """Serve the model card while entered; `workers` returns the workers with this card. Entering takes one or two
-    seconds, mostly in a thread, and longer to fetch an archive. Raises ConfigError or Unavailable if this host cannot
+    seconds, mostly in a thread, and longer if it fetches an archive. Raises ConfigError or Unavailable if this host cannot
     serve the card."""
     if card.vllm_version != VERSION:
         theirs = card.vllm_version or "an unknown version"
@@ -100,8 +100,8 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
 
 
 async def model_folder(card: ModelCard, context: ModelContext, workers: Workers) -> str:
-    """Return the model's folder or hub id. If this host lacks the card's folder, or has other files in it, unpacks a
-    worker's archive and returns that folder. Raises Unavailable if there is no archive."""
+    """Return the model's folder or hub id. If this host lacks the card's folder, or has other files there, unpack a
+    worker's archive and return the folder with its files. Raises Unavailable if there is no archive."""
     folder = context.state_dir.expanduser() / "models"
     if not card.model.startswith("/") or await asyncio.to_thread(_is_in_place, card):
         return card.model

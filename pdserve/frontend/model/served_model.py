@@ -41,8 +41,8 @@ class ServedModel:
         self.removal: asyncio.TimerHandle | None = None
         """timer that removes the model; set while its card is not in the registry"""
         self.lost_last_worker = False
-        """the last worker was lost without a drain, or the model is the configured one; then `hide` leaves the metric
-        of usable workers at 0, for alerts"""
+        """whether the last worker was lost without a drain, or the model is the configured one. If so, `hide` leaves
+        the metric of usable workers at 0, for alerts"""
         self.promised = NO_SLO
         self.adapters: dict[str, Adapter] = {}
         """adapters that requests may name, by name"""
@@ -61,7 +61,7 @@ class ServedModel:
         raise HttpError(503, message, retry_after=RETRY_AFTER)
 
     def retire(self) -> None:
-        """Redirect requests that wait for the processor to the model that now has this name."""
+        """Send the requests that wait for the processor on to the model that now has this name."""
         self.retired.set()
         self.settled.set()
         self.admission.redirect()
@@ -100,11 +100,11 @@ class ServedModel:
 
     @property
     def is_loading(self) -> bool:
-        """Whether this frontend loads its tokenizer and configuration for the first time."""
+        """Whether this frontend loads the model's tokenizer and configuration for the first time."""
         return bool(self.card.model) and not self.settled.is_set()  # a placeholder names no model
 
     def _count_decode_workers(self) -> float:
-        """NaN while the model is loaded: then no worker can be used, though decode workers may be there."""
+        """NaN while the model is being loaded: then no worker can be used, though decode workers may be there."""
         if self.is_loading:
             return float("nan")
         return self.processor.workers.usable_decode_workers if self.processor is not None else 0

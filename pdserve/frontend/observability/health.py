@@ -52,7 +52,7 @@ class HealthPages(Plugin):
         if missing:
             health["missing"] = missing
         if self._models.refuses():
-            health["refused"] = True  # `serve` ends
+            health["refused"] = True  # `serve` reads this and ends
         if degraded:
             health["degraded"] = degraded
         if wrong:

@@ -69,7 +69,7 @@ class MetricsPage(Plugin):
 
     async def _fetch(self, instance: Instance, page: MergedPage) -> bool:
         """Merge the page of a process; leave it out if it does not respond. Merging runs in the event loop, page by
-        page, because a page takes under a millisecond; a thread that merges all would hold the GIL for several."""
+        page, because a page takes under a millisecond; a thread that merges all would hold the GIL for longer."""
         try:
             async with asyncio.timeout(FETCH_WITHIN):
                 answer = await self._client.get(instance.metrics)

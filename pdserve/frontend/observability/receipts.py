@@ -47,7 +47,7 @@ class Receipts(Plugin):
         self._over: deque[tuple[float, Receipt]] = deque(maxlen=MAX_RECEIPTS)
         """Monotonic time of arrival, and receipt, of finished requests, in the order in which they finished."""
         self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_DETOURS)
-        """Such pairs of the last requests that had a detour."""
+        """The same for the last requests that had a detour (`Receipt.has_detour`)."""
         self._counts = Counter[str]()
         """Counts of the current tick."""
         self._tokens = 0
@@ -133,7 +133,7 @@ class Receipts(Plugin):
         raise HttpError(404, f"there is no receipt of the request {request_id}: a frontend keeps {kept}")
 
     async def _find(self, request: Request, limit: int, request_id: str = "") -> list[Receipt]:
-        """Return the receipts of all frontends that the key may see. For one id, this frontend's own is enough."""
+        """Return the receipts that the key may see, from all frontends. For one id, this frontend's own is enough."""
         viewer = self._keys.viewer(request.headers)
         asked = limit, None if viewer.everything else viewer.key, request_id
         receipts = self.receipts(*asked)

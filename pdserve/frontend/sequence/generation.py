@@ -115,7 +115,7 @@ class Generation:
 
     @property
     def timing(self) -> tuple[int, float, float]:
-        """Tokens, seconds from submit to first token, from first to last token. Valid only for a single attempt."""
+        """Tokens; seconds from submit to first token; seconds from first to last token. Valid only for a single attempt."""
         return len(self.tokens), self.first_token_at - self.sent_at, self.last_token_at - self.first_token_at
 
     def is_complete(self, max_model_len: int) -> bool:
@@ -157,7 +157,7 @@ class Generation:
         if not self.first_token_at:
             self.first_token_at = self.last_token_at
             if self.link is not None:
-                self.link.notify_changed()  # `Link.starting`
+                self.link.notify_changed()  # `Link.starting` depends on it
         self.engines_died = 0
         self.tokens += tokens
 

@@ -32,7 +32,7 @@ from pdserve.observe.metrics import MIGRATIONS
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""A request fails when this many workers have accepted and lost it, for any reason."""
+"""A request fails when this many workers have accepted and lost it. `HANDED_OVER` and `STALLED` do not count."""
 MAX_STALLS = 2
 """Stalled workers that a request is moved away from. It stays at the next one, because it may be what stalls them."""
 MAX_ENGINE_DEATHS = 2
@@ -164,7 +164,7 @@ class GenerationOwner(Protocol):
 
 
 class Migration:
-    """Handles a model's generations that have no worker until they are placed at another one, finished or failed."""
+    """Handles a model's generations without a worker, until they are placed at one, finished or failed."""
 
     def __init__(self, core: GenerationOwner, model: str, max_model_len: int) -> None:
         self.is_replaced = False
@@ -214,7 +214,7 @@ class Migration:
             self._core.place(generation, only_others=True)
 
     def replay(self, generation: Generation, output: EngineCoreOutput) -> bool:
-        """Remove the tokens that the client already has from a replayed output; return whether anything is left. Fail
+        """Remove from a replayed output the tokens that the client already has; return whether anything is left. Fail
         the generation if the worker generates other tokens."""
         again = min(generation.replay_left, len(output.new_token_ids))
         start = len(generation.tokens) - generation.replay_left
