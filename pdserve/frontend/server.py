@@ -85,7 +85,7 @@ class Frontend(Service):
             serve_models(view, context, config.served_model_name, frontend)
         )
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-        if view.instances(Role.FRONTEND):  # they serve this port meanwhile
+        if view.instances(Role.FRONTEND):  # the other frontends serve this port meanwhile
             with suppress(TimeoutError):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
         self._models, self._view = models, view
@@ -159,7 +159,7 @@ class Frontend(Service):
         logger.info("stopping: running requests may finish")
         self._connections.draining = True
         self._server.should_exit = True
-        await self._presence.drain()  # so that other frontends do not report it as lost
+        await self._presence.drain()  # so that other frontends do not report this one as lost
         await self._presence.leave()
         await self._serving
         logger.info("stopped")
@@ -199,7 +199,7 @@ class QuietServer(uvicorn.Server):
     """A uvicorn server that leaves signals alone and accepts connections itself.
 
     uvicorn would raise a signal again at the end, and the exit code would not be 0. uvloop accepts one connection per
-    turn of its loop: in long turns, requests would wait in the kernel's backlog, neither admitted nor refused. The
+    turn of its loop: in long turns, requests would wait in the kernel, neither admitted nor refused. The
     limit of connections includes those in their TLS handshake.
     """
 
@@ -234,7 +234,7 @@ class QuietServer(uvicorn.Server):
                 asyncio.get_running_loop().add_reader(sock, self._accept)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept the connections in the kernel's backlog first, because closing the socket would reset them."""
+        """First accept the connections that wait in the kernel, because closing the socket would reset them."""
         self._accept()
         for sock in self._listening:
             asyncio.get_running_loop().remove_reader(sock)

@@ -2,7 +2,7 @@
 
 A frame is a length (four bytes, big-endian) and that many bytes. Without TLS, if both sides have agreed, a checksum
 follows the length, and another one follows the body. Each is the CRC-32 of all lengths and bodies sent in that
-direction so far. A frame that was damaged, lost, repeated or moved ends the connection
+direction so far. A frame that was damaged, lost, repeated or reordered ends the connection
 (docs/decisions/0096-checked-frames.md).
 
 An empty frame is a heartbeat. A server with nothing left to send answers it with another, from which the client
@@ -123,7 +123,8 @@ class FramedConnection(asyncio.Protocol):
 
     @property
     def round_trip(self) -> float | None:
-        """Seconds from the last heartbeat to its answer, or to now if that is longer. None: not measured."""
+        """Seconds from the last answered heartbeat to its answer, or, if longer, from an unanswered one to now. None: not
+        measured."""
         if not self._beat_sent_at or self.answers:
             return self._round_trip
         return max(self._round_trip or 0.0, time.monotonic() - self._beat_sent_at)

@@ -276,7 +276,7 @@ class ClientConnection(HttpToolsProtocol):
         taken, waiting = self._bytes_taken()
         if not waiting or taken != self._taken:
             self._unread = 0.0
-        else:  # pauses of this process are not the client's fault
+        else:  # time in which this process froze is not the client's fault
             self._unread += min(since, 2 * self._owner.interval)
         self._taken = taken
         return self._unread

@@ -191,7 +191,8 @@ class ResponseWriter:
         if self.redirected:
             self.ended = True
         elif failure is not None and start["status"] == 200:
-            await self.fail(failure)  # vLLM's app learns of the failure only after it has sent a stream's status
+            # vLLM's app learns of the failure only after it has sent a stream's status
+            await self.fail(failure)
         else:
             if start["status"] >= 400 and whole and len(self._early) == 1:
                 body = with_one_shape(self.state.path, first.get("body", b""), start["status"])

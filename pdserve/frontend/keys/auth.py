@@ -138,6 +138,6 @@ def _given(headers: Mapping[str, str]) -> str:
 
 
 def client_of(request: Request, key: str) -> str:
-    """Return the client's name in fair queues: its API key's name. Without configured keys, it is the address, because the
-    client could make up any key."""
+    """Return the client's name in fair queues: its API key's name. Without configured keys, it is the address, because
+    the client could make up any key."""
     return key or (request.client.host if request.client else "")

@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises NotImplementedError for the rest, which no route reaches
-    """One per model. All methods run in the event loop. Those that AsyncLLM calls never wait (except `get_output_async`),
-    so that a cancelled HTTP request leaves no half-added generation behind."""
+    """One per model. All methods run in the event loop. Those that AsyncLLM calls never wait (except
+    `get_output_async`), so that a cancelled HTTP request leaves no half-added generation behind."""
 
     def __init__(self, card: ModelCard, context: ModelContext) -> None:
         self.engine_ranks_managed = [0]

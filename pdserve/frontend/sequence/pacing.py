@@ -46,7 +46,7 @@ class Reserve(Generic[T]):
     pace: float
     """seconds between two outputs while none arrives"""
     first_due: float
-    """when the first output leaves even without a second; infinite: `MAX_HOLD` after it arrived"""
+    """when the first output leaves even without a second one; infinite: `MAX_HOLD` after it arrived"""
     until: float
     """when holding ends"""
     _held: deque[tuple[float, T]] = field(default_factory=deque)
@@ -80,7 +80,7 @@ class Reserve(Generic[T]):
             if self.first_due == math.inf:
                 self.first_due = now + MAX_HOLD
             if len(held) < 2 and self.due > now:
-                return leaves  # the first output waits for a second, which can then follow in time
+                return leaves  # the first output waits for the second one, which can then follow in time
             leaves.append(self._pop(now))
         while held and (
             now >= self._left + self.pace

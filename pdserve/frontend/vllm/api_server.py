@@ -352,7 +352,7 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty:
 async def make_app(
     engine: AsyncLLM, args: Namespace, tasks: Sequence[str]
 ) -> tuple[ASGIApp, dict[str, bool], OpenAIServingModels]:
-    """Make vLLM's own app on this engine. Returns it with the routes of `_plain_paths` and with its registry of model
+    """Make vLLM's own app on this engine. Returns it with the routes of `_plain_paths` and with its list of model
     names.
 
     The app has no middleware, which would cost time on every chunk; the frontend replaces it. Errors of streams are
@@ -364,7 +364,7 @@ async def make_app(
     app.middleware_stack = FastAPI.build_middleware_stack(app)  # the app's own method also adds SageMaker's
     try:
         await init_app_state(engine, app.state, args, tuple(tasks))
-    except TypeError as error:  # vLLM's ParserManager
+    except TypeError as error:  # vLLM's ParserManager raises it
         raise ValueError(str(error)) from error
     return report_errors(app), _plain_paths(app, args), app.state.openai_serving_models
 

@@ -1,7 +1,7 @@
 """Images in prompts: where vLLM's app may read them from, how large they may be, and their cache keys.
 
-An image of 10 KB may have 33 million pixels, four bytes each. One thread decodes all images, one at a time, and counts
-the pixels of each first, against a limit of its request and a limit of all requests together.
+An image of 10 KB may have 33 million pixels, four bytes each. One thread decodes all images, one at a time. Before it
+decodes an image, it counts the pixels against a limit of its request and a limit of all requests together.
 """
 
 import os
@@ -87,7 +87,7 @@ def _read(load: Callable[[bytes], Any], state: RequestState, data: bytes) -> Any
     try:
         pixels = _pixels(data)
         if pixels is None or pixels > MAX_PIXELS:
-            return load(data)  # refuses it with vLLM's message
+            return load(data)  # `load` refuses the image with vLLM's message
         counted = _take(state, pixels)
         try:
             read = load(data)

@@ -80,8 +80,8 @@ class SideLoop(Lifetime):
         return answer
 
     def wrap_generate(self, engine: AsyncLLM) -> None:
-        """Make `engine.generate` callable from the thread. Parameters are validated in the thread, because that
-        compiles grammars."""
+        """Make `engine.generate` callable from the thread. Parameters are validated in the thread, because
+        validation compiles grammars."""
         generate_at_home, inputs = engine.generate, engine.input_processor
         validate = inputs._validate_params
 

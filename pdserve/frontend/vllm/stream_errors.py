@@ -43,7 +43,7 @@ def report_errors(app: FastAPI) -> ASGIApp:
         try:
             await app(scope, receive, send)
         except Exception as error:
-            # once the response has begun, starlette raises RuntimeError from it
+            # once the response has begun, starlette raises RuntimeError from the error
             cause = error.__cause__ if isinstance(error, RuntimeError) else None
             found = create_error_response(cause if isinstance(cause, Exception) else error).error
             if found.code >= 500:

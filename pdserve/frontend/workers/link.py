@@ -33,7 +33,7 @@ class Link:
         self._others_kv_tokens = 0
         """tokens of other frontends' requests in that report"""
         self.refused = False
-        """the worker takes no requests from this frontend"""
+        """whether the worker takes no requests from this frontend"""
         self.round_trip: Callable[[], float | None] = lambda: None
         """seconds, as the stream measures it"""
         self.last_received: Callable[[], float] = lambda: 0.0
@@ -112,8 +112,8 @@ class Link:
 
     async def send(self, client: TcpStreamClient, listener: "LinkListener") -> None:
         """Send posted messages. Raises PeerGone after `cut`. If the worker is gone, only returns, because
-        `client.deliver` then raises, after it has passed on the worker's last messages, which name the requests that
-        its engine died at."""
+        `client.deliver` first passes on the worker's last messages and then raises. These messages name the requests
+        that its engine died at."""
         while True:
             if (message := await self._outbox.get()) is None:
                 raise PeerGone(self.instance)

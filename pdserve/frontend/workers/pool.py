@@ -194,7 +194,7 @@ class WorkerPool:
 
     def _needs_stand_ins(self) -> bool:
         """Whether no decode worker is usable, and none is being connected for the first time or reconnected without
-        delay. (After a pause of this process, all links are lost although the workers are well.)"""
+        delay. (After this process froze, all links are lost although the workers are well.)"""
         return self._ready() is not self._decode and not any(
             instance.id not in self._links.keys() | self._failures.keys() or instance.id in self._renewing
             for instance in self._instances.values()
@@ -268,7 +268,7 @@ class WorkerPool:
     # stalled workers
 
     async def _watch(self) -> None:
-        """Watch for stalled workers. Counts checks instead of measuring time, because this process may pause."""
+        """Watch for stalled workers. Counts checks instead of measuring time, because this process may freeze."""
         while True:
             await asyncio.sleep(SILENCE_CHECK_INTERVAL)
             for link in list(self._links.values()):
@@ -283,7 +283,7 @@ class WorkerPool:
             self._leave_stalled()
 
     def _leave_stalled(self) -> None:
-        """Move requests without a token from stalled workers to other workers."""
+        """Move those requests of stalled workers to others that have no token of their present attempt."""
         if self._ready() is not self._stalled and len(self._stalled):
             for link in [link for id, link in self._links.items() if id in self._stalled]:
                 self._listener.hand_over(link, begun=False, stalled=True)
