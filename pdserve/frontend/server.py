@@ -199,8 +199,8 @@ class QuietServer(uvicorn.Server):
     """A uvicorn server that leaves signals alone and accepts connections itself.
 
     uvicorn would raise a signal again at the end, and the exit code would not be 0. uvloop accepts one connection per
-    turn of its loop: in long turns, requests would wait in the kernel, neither admitted nor refused. The
-    limit of connections includes those in their TLS handshake.
+    turn of its loop: in long turns, requests would wait in the kernel, neither admitted nor refused. The limit
+    of connections includes those in their TLS handshake.
     """
 
     def __init__(

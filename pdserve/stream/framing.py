@@ -123,8 +123,8 @@ class FramedConnection(asyncio.Protocol):
 
     @property
     def round_trip(self) -> float | None:
-        """Seconds from the last answered heartbeat to its answer, or, if longer, from an unanswered one to now. None: not
-        measured."""
+        """Seconds from the last answered heartbeat to its answer, or, if longer, from an unanswered one to now. None:
+        not measured."""
         if not self._beat_sent_at or self.answers:
             return self._round_trip
         return max(self._round_trip or 0.0, time.monotonic() - self._beat_sent_at)

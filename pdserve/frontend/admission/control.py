@@ -10,7 +10,7 @@ A permit may be taken back (preemption): a sequence pauses for a client that run
 its own client (`is_short`). If its client does not read, it pauses for any waiting request. For a flex request, only
 flex sequences pause. docs/decisions/0046-places-of-others.md.
 
-Flex requests have a queue of their own. They start only while no other request waits, and pause for each other request.
+Flex requests have a queue of their own. They start only while no other request waits, and pause for any that does.
 docs/decisions/0083-batches.md.
 """
 
@@ -62,7 +62,7 @@ class AdmissionControl:
         self._inside: set[Admission] = set()
         """Admitted requests that have not ended."""
         self._starting: set[Admission] = set()
-        """Admitted requests whose first sequence has not begun: the capacity does not reflect them."""
+        """Admitted requests whose first permit is unused: the capacity does not reflect them."""
         self._granted = GrantedPermits()
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
@@ -150,9 +150,8 @@ class AdmissionControl:
     def advance(self) -> None:
         """Grant permits while the workers have capacity or `_make_way` preempts a sequence."""
         self._update_rate()
-        made_for: Admission | None = (
-            None  # a sequence was paused for this entry, and may be ahead of it in the queue
-        )
+        # a sequence was paused for this entry, and may be ahead of it in the queue
+        made_for: Admission | None = None
         while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)

@@ -111,7 +111,7 @@ def seconds_of_turns(turns: int, running: int, run: float) -> float | None:
 
 
 def retry_after(late: float, late_now: float | None) -> float:
-    """Seconds until a refused request should be retried. `late`: the seconds by which it would be too late,
-    or the wait of the whole queue, by the admission rate of the last half minute. `late_now`: the same by the rate at
-    which running requests end."""
+    """Seconds until a refused request should be retried. `late`: the seconds by which it would be too late, or the
+    wait of the whole queue, by the admission rate of the last half minute. `late_now`: the same by the rate at which
+    running requests end."""
     return late if late_now is None else max(1.0, min(late, late_now))

@@ -24,8 +24,8 @@ from pdserve.frontend.plugins import Plugin, PluginContext, json_response, query
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
 """Most bytes of an upload, and most bytes of the body that creates a batch."""
 MAX_UPLOADING = 16 * MAX_FILE
-"""Bytes of all running uploads, in the folder for temporary files. One client's uploads are at most
-as large as what stays free."""
+"""Most bytes of all running uploads, in the folder for temporary files. One client's uploads are at most as large as
+what stays free."""
 BODY_SECONDS = 600.0
 MAX_LISTED = 10_000
 

@@ -130,10 +130,8 @@ class BatchRun:
             return
         await self._write()
         total = self._batch["request_counts"]["total"]
-        async with (
-            self._client,
-            TaskOwner() as lines,
-        ):  # `lines` cancels the running ones when the batch stops
+        # `lines` cancels the running ones when the batch stops
+        async with self._client, TaskOwner() as lines:
             while not self._must_stop() and (self._running or len(self._taken) < total):
                 if len(self._taken) < total:
                     await self._send_lines(lines)

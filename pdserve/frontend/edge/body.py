@@ -226,9 +226,8 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
 
 def check_parts(raw: bytes) -> None:
     """Raise BadRequest for a body with too many lists and objects, before parsing it."""
-    if (
-        raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw
-    ):  # with \0 it is UTF-16, unfit for `_TEXT`
+    # a body with \0 is in UTF-16, unfit for `_TEXT`
+    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw:
         raw = _TEXT.sub(b"", raw)
     if (parts := raw.count(b"{") + raw.count(b"[")) > MAX_PARTS:
         raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")

@@ -162,7 +162,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         if (
             self._head_since is None and self._idle()
-        ):  # this is a head, or the rest of a refused request's body
+        ):  # `data`: a head, or the rest of a refused request's body
             self._head_since = time.monotonic()
         self._moved = False
         self._unset_keepalive_if_required()

@@ -283,7 +283,7 @@ class WorkerPool:
             self._leave_stalled()
 
     def _leave_stalled(self) -> None:
-        """Move those requests of stalled workers to others that have no token of their present attempt."""
+        """Move to other workers those requests of stalled ones that have no token of their present attempt."""
         if self._ready() is not self._stalled and len(self._stalled):
             for link in [link for id, link in self._links.items() if id in self._stalled]:
                 self._listener.hand_over(link, begun=False, stalled=True)

@@ -34,8 +34,8 @@ KEPT = 1.0
 PER_SECOND = 50
 """Most processes polled per second; the state of a larger graph is cached for longer."""
 MAX_LINKS = 400
-"""Most links in a state. If there are more, each process keeps equally many: those that are down or
-have failed most."""
+"""Most links in a state. If there are more, each process keeps equally many: those that are down or have
+failed most."""
 
 _PAGE, _STATE = "/dashboard", "/dashboard/state"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
