@@ -91,7 +91,7 @@ async def fetch(worker: TcpStreamClient) -> bytes:
 
 
 def unpack(archive: bytes, folder: Path) -> Path:
-    """Unpack into `folder/<archive_name>` unless it exists. Raises Unavailable for an archive that is damaged, too
+    """Unpack into `folder/<archive_name>` unless that exists. Raises Unavailable for an archive that is damaged, too
     large, or points outside of its folder."""
     folder = folder.expanduser()
     target = folder / archive_name(archive)

@@ -93,9 +93,8 @@ class Batches(Plugin):
         kind, options = parse_options_header(request.headers.get("content-type"))
         if kind != b"multipart/form-data":
             raise HttpError(400, "a file is sent as multipart/form-data", "file")
-        if (
-            options.get(b"charset", b"utf-8").lower() != b"utf-8"
-        ):  # decoding punycode takes minutes for a megabyte
+        # decoding punycode takes minutes for a megabyte
+        if options.get(b"charset", b"utf-8").lower() != b"utf-8":
             raise HttpError(400, "the form must be in UTF-8", "file")
         deadline, client = time.monotonic() + BODY_SECONDS, client_of(request, owner)
         try:

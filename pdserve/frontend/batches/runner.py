@@ -40,7 +40,7 @@ MAX_TRIES = 3
 
 class BatchRunner:
     """Runs batches of different API keys at once, and those of one key one after another. A batch with a 404 or an
-    unexpected error does not keep the next one waiting."""
+    unexpected error does not keep the next one waiting. A batch without time left waits for none."""
 
     def __init__(self, context: PluginContext, store: Store) -> None:
         self._context = context

@@ -160,9 +160,8 @@ class ClientConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
             return
-        if (
-            self._head_since is None and self._idle()
-        ):  # `data`: a head, or the rest of a refused request's body
+        # `data` is a head, or the rest of a refused request's body
+        if self._head_since is None and self._idle():
             self._head_since = time.monotonic()
         self._moved = False
         self._unset_keepalive_if_required()

@@ -199,7 +199,7 @@ class RequestState:
     _prompts: dict[str, int] = field(default_factory=dict)
     _cached: dict[str, int] = field(default_factory=dict)
     _placed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """by generation: `local` or `remote` prefill and the reason, as last reported before an output"""
+    """by generation: `local` or `remote` prefill and the reason, of the last report that an output followed"""
     _instances: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from pdserve.util import clock
 
 
 class KeyUse:
-    """One request, from its head to the end of its response. Entering counts it, `reserve` its expected tokens, and
-    leaving its actual tokens. A request that the graph did not serve (429, 503) does not count. Entering and `reserve`
+    """One request, from its head to the end of its response. Entering counts the request, `reserve` counts its expected
+    tokens, and leaving replaces these by its actual tokens. A request that the graph did not serve (429, 503) does not count. Entering and `reserve`
     raise LimitReached."""
 
     def __init__(self, ledger: KeyLedger, response: ResponseWriter) -> None:
@@ -36,7 +36,7 @@ class KeyUse:
     def reserve(self, size: RequestSize, max_model_len: int) -> None:
         if quota := self._quota:
             most = RequestEstimate.output_tokens if size.max_tokens is None else size.max_tokens
-            longest = size.sequences // size.n * max_model_len  # of all prompts together
+            longest = size.sequences // size.n * max_model_len  # most tokens of all prompts together
             tokens = min(size.prompt_tokens, longest) + size.sequences * min(most, max_model_len)
             try:
                 quota.take("tokens", tokens, time.monotonic())

@@ -142,9 +142,8 @@ class ServedModel:
     def _capacity(self) -> Capacity:
         if self.processor is not None:
             return self.processor.workers.capacity
-        return (
-            UNLIMITED if self.settled.is_set() else Capacity()
-        )  # unlimited, because `ready` refuses requests at once
+        # unlimited, because `ready` refuses requests at once
+        return UNLIMITED if self.settled.is_set() else Capacity()
 
     def _estimate(self) -> RequestEstimate:
         return self.processor.core.estimate if self.processor is not None else RequestEstimate()

@@ -211,9 +211,8 @@ class ServedModels:
             INSTANCES.labels(role.value).set(running[role])
         for each in instances:
             if each.role is not Role.FRONTEND:
-                WORKERS_REPLACED.labels(
-                    each.model, each.role
-                )  # start the series at 0: one that starts at 1 shows no increase
+                # start the series at 0: one that starts at 1 shows no increase
+                WORKERS_REPLACED.labels(each.model, each.role)
         for (model, role), more in (self._view.replaced - self._replaced).items():
             if role is not Role.FRONTEND:
                 WORKERS_REPLACED.labels(model, role).inc(more)

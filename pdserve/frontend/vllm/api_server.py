@@ -121,8 +121,8 @@ def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
 
 
 def in_our_time(output: EngineCoreOutput, offset: float) -> None:
-    """Move the times in the output by `offset`, to this host's clock, because after a migration vLLM's metrics subtract
-    the times of two hosts."""
+    """Move the times in the output by `offset`, to this host's clock, because vLLM's metrics subtract times, which
+    after a migration come from two hosts."""
     for event in output.events or ():
         event.timestamp += offset
 
@@ -214,9 +214,8 @@ def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
         try:
             return cast(bool | None, validate(params, *rest))
         except BaseException as error:
-            if (
-                type(error).__name__ != "PanicException"
-            ):  # pyo3's, from a compiler in Rust; it is no Exception
+            # pyo3's PanicException, from a compiler in Rust, is no Exception
+            if type(error).__name__ != "PanicException":
                 raise
             raise VLLMValidationError("it cannot be compiled", parameter="structured_outputs") from error
 

@@ -67,9 +67,8 @@ class ImageReader(MediaConnector):  # type: ignore[misc]
         if not self.allowed_media_domains and url[:5].lower() not in ("data:", "file:"):
             raise _refusal("it must be a data: URL, because allowed-media-domains names no host")
         alone = copy(self)
-        alone.connection = (
-            HTTPConnection()
-        )  # vLLM's belongs to one event loop; there are two (`side_loop.py`)
+        # vLLM's connection belongs to one event loop; there are two (`side_loop.py`)
+        alone.connection = HTTPConnection()
         if isinstance(media_io, ImageMediaIO) and (state := current_request.get()) is not None:
             media_io.load_bytes = partial(_read, media_io.load_bytes, state)
         try:

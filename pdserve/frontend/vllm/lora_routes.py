@@ -37,9 +37,8 @@ class AppAdapters:
         self._home = asyncio.get_running_loop()
         api_router.router.routes.clear()  # the app has its routes now; the next model's app would get them twice
         self._loads, self._unloads = models.load_lora_adapter, models.unload_lora_adapter
-        models.engine_client.input_processor.lora_config = (
-            LoRAConfig()
-        )  # without a configuration, it refuses adapters
+        # without a configuration, the input processor refuses adapters
+        models.engine_client.input_processor.lora_config = LoRAConfig()
         models.engine_client.add_lora = self._add
         models.load_lora_adapter, models.unload_lora_adapter = map(self._route, (self._load, self._unload))
 
