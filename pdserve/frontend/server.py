@@ -44,8 +44,8 @@ from pdserve.util.net import url_host
 logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 300.0
-"""Most seconds to wait for the models before serving, if other frontends serve meanwhile. Importing vLLM may
-take a minute on a busy machine."""
+"""Most seconds to wait for the models before serving, if other frontends serve meanwhile. Importing vLLM may take
+a minute on a busy machine."""
 SHUTDOWN_WITHIN = 3600.0
 """Seconds for a TLS shutdown; long, because `ClientConnections.watch` aborts blocked connections."""
 OTHER_FILES = 256

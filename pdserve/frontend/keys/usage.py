@@ -15,8 +15,8 @@ from pdserve.util import clock
 
 class KeyUse:
     """One request, from its head to the end of its response. Entering counts the request, `reserve` counts its expected
-    tokens, and leaving replaces these by its actual tokens. A request that the graph did not serve (429, 503) does not count. Entering and `reserve`
-    raise LimitReached."""
+    tokens, and leaving replaces these by its actual tokens. A request that the graph did not serve (429, 503) does not
+    count. Entering and `reserve` raise LimitReached."""
 
     def __init__(self, ledger: KeyLedger, response: ResponseWriter) -> None:
         self._ledger = ledger

@@ -47,7 +47,7 @@ class Receipts(Plugin):
         self._over: deque[tuple[float, Receipt]] = deque(maxlen=MAX_RECEIPTS)
         """Monotonic time of arrival, and receipt, of finished requests, in the order in which they finished."""
         self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_DETOURS)
-        """The same for the last requests that had a detour (`Receipt.has_detour`)."""
+        """The same for the last requests with a detour: a fallback or a migration."""
         self._counts = Counter[str]()
         """Counts of the current tick."""
         self._tokens = 0
@@ -89,7 +89,7 @@ class Receipts(Plugin):
         ]
 
     def _reported(self) -> list[Receipt]:
-        """Return the newest receipts, and older ones with a detour, for dashboards and `status`."""
+        """Return the newest receipts, and older ones with a fallback or a migration, for dashboards and `status`."""
         now, newest_ones = time.monotonic(), self.receipts(MAX_REPORTED_RECEIPTS)
         since = now - newest_ones[-1].age if len(newest_ones) == MAX_REPORTED_RECEIPTS else 0.0
         astray = [
