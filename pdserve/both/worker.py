@@ -1,8 +1,8 @@
-"""A worker of role `both`: a decode worker that also pulls prompts from the queue when it is idle
+"""A worker of role `both`: a decode worker that also pulls prompts from the prefill queue
 (docs/decisions/0026-any-worker-can-do-either.md).
 
 Both parts are those of the dedicated workers, on one engine, with one id, lease and drain. Each part gets every step of
-the engine and picks its own requests: the ids of the two kinds differ."""
+the engine, and knows its own requests by their ids."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from pdserve.runtime.tasks import Work
 from pdserve.util.errors import EngineDead
 
 MAX_UNTAKEN = 3 * POLL_INTERVAL
-"""Seconds after which this worker's prompt counts as untaken: a worker with capacity would have pulled it."""
+"""Seconds after which a prompt of this worker counts as untaken: a worker with capacity would have pulled it."""
 
 
 class BothWorker(DecodeWorker):

@@ -22,7 +22,7 @@ class RequestHops:
     _why: str = ""
     """Reason of the remote prefill."""
     _pulls: list[tuple[str, float]] = field(default_factory=list)
-    """Prefill workers that pulled the prompt, and its seconds in the queue until then; several if one was lost."""
+    """Prefill workers that pulled the prompt, each with the prompt's seconds in the queue until then."""
 
     @property
     def own(self) -> list[Hop]:
@@ -42,7 +42,7 @@ class RequestHops:
         self._asked, self._published, self._why = now, now, why
 
     def missed(self, why: str) -> None:
-        """Record why the addressed worker did not begin the prompt, which now waits for any worker."""
+        """Record why the worker with the prefix did not begin the prompt, which any worker may begin now."""
         self._why = f"{self._why}; {why}"
 
     @property

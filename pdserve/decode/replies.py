@@ -37,10 +37,10 @@ INTERNAL = "internal error in the decode worker"
 
 
 def choose_preemption(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
-    """Choose requests to preempt: return the frontend and how many of its requests to pause, so that clients below half
-    of the largest client's share get a slot; 0 if none. Flex requests are paused first, even those that wait for a
-    slot; no request is paused for a flex request. `queued`: number of requests that wait in the engine for a slot:
-    those that entered last."""
+    """Choose requests to pause: return a frontend, and how many of its requests to pause (0: none). Clients with less
+    than half of the largest client's running requests then get a slot. Flex requests are paused first, even those that
+    wait for a slot; no request is paused for a flex request. `queued`: number of requests that wait in the engine for a
+    slot. These entered it last."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
     entered = sorted((request for request in inside if not request.has_first_step), key=attrgetter("since"))
     waiting = entered[-queued:] if queued else []

@@ -49,7 +49,7 @@ class DecodeRequest:
     submit: Submit
     phase: Phase = Phase.WAITING
     cancelled: bool = False
-    """While WAITING: the request's task stops at its next step and sends nothing."""
+    """While WAITING: the request's task ends as soon as it sees this, and sends nothing."""
     answer: asyncio.Future[Outcome] | None = None
     """Outcome of the remote prefill; None until it is asked for."""
     asked: float = 0.0
@@ -63,7 +63,7 @@ class DecodeRequest:
     local_tokens: int = 0
     """Prompt tokens that this engine computes or will compute; 0 after the first token."""
     prefiller: str = ""
-    """Instance id of the prefill worker that has begun the prompt; of a warm-up, from its start."""
+    """Instance id of the prefill worker that has begun the prompt. A warm-up has it from its start."""
     losses: int = 0
     """`queue.losses` when the prompt was sent."""
     engines_died: int = 0
@@ -71,9 +71,9 @@ class DecodeRequest:
     prefix: PrefixChoice | None = None
     """The prefill worker to which the prompt is sent because of its prefix cache; None: any worker may compute it."""
     begun: asyncio.Future[bool] | None = None
-    """While `prefix`: whether that worker has begun it. False: it will not."""
+    """With `prefix`: whether that worker has begun the prompt. False: it will not."""
     names: PromptNames | None = None
-    """Names of the prompt's blocks; None if no other engine may prefill it, or before the decision."""
+    """Names of the prompt's blocks. None before the decision, or if no other engine may prefill the prompt."""
     prefix_hit: int = 0
     """Prompt tokens in this engine's prefix cache at the decision."""
     read_ahead: KvHandle | None = None
@@ -81,7 +81,7 @@ class DecodeRequest:
     decision: Decision | None = None
     """How the prompt gets its KV; None until this was reported to the frontend."""
     cached: int = 0
-    """Prompt tokens from a prefix cache: this engine's or the prefill engine's."""
+    """Of a remote prefill: prompt tokens from a prefix cache, this engine's or the prefill engine's."""
     has_first_step: bool = False
     """Whether this engine has finished its first step for the request."""
     tokens: int = 0
@@ -209,7 +209,7 @@ class DecodeRequests:
             self._empty.set()
 
     def _trace(self, request: DecodeRequest) -> None:
-        """Send the worker's span of the request's trace."""
+        """Send the worker's part of the request's trace."""
         submit, decision = request.submit, request.decision
         if (span := self._tracer.part("generate", request.arrived, submit.traceparent)) is None:
             return
@@ -259,8 +259,8 @@ class DecodeRequests:
         ]
 
     async def pause(self, interval: float) -> None:
-        """Sleep until the next tick. Without a request first wait for one, up to `IDLE_INTERVAL`, because nothing
-        changes."""
+        """Sleep until the next tick. Without a request, first wait up to `IDLE_INTERVAL` for one, because until then
+        nothing changes."""
         if not self._live:
             with suppress(TimeoutError):
                 async with asyncio.timeout(until_tick(IDLE_INTERVAL)):

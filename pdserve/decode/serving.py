@@ -172,7 +172,7 @@ class RequestRunner:
             decision = Decision("local", OWN)
         text = "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s"
         numbers = prompt, request.prefix_hit, depth, len(workers), estimates or thresholds(settings)
-        # after the request has been passed on, because a log line delays its first token by 0.1 ms
+        # logged once the request has been passed on, because a log line delays the first token by 0.1 ms
         log = partial(logger.info, text, request.id, decision.mode, decision.reason, *numbers)
         asyncio.get_running_loop().call_soon(log)
         if decision.mode == "remote":

@@ -10,7 +10,7 @@ The life of a request:
 4. `RemotePrefill` publishes a `PrefillRequest` to NATS JetStream, or sends it to a worker that has the prefix, and
    waits with a timeout (`remote/client.py`).
 5. A prefill worker begins it and answers `PrefillStarted`, then `PrefillDone` with a KV handle and the first token.
-   `AnswerReader` gives these to the request and rejects late ones (`remote/answer_reader.py`).
+   `AnswerReader` gives these to the request, and rejects KV that comes too late (`remote/answer_reader.py`).
 6. The handle is checked (`kv/handles.py`). If anything failed, the prompt is prefilled locally.
 7. A suspect of an engine's death waits until all requests in the engine have a token (`scheduling/quarantine.py`).
 8. `_report` sends `Placed` to the frontend, and the prefill worker's first token.

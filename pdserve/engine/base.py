@@ -80,7 +80,7 @@ class Output:
 
     request_id: str
     tokens: list[int]
-    """New tokens. Of a `prefill`: the request's first one if another engine may sample those after it; else empty."""
+    """New tokens. Of a `prefill`: the request's first token if another engine may sample the next ones; else none."""
     finished: bool
     handle: KvHandle | None = None
     """Where the KV lies; on the finishing output of a `prefill`."""
@@ -107,8 +107,8 @@ class Step:
     unread: dict[str, str] = field(default_factory=dict)
     """Request id -> why its KV could not be read and is computed instead; once, before the request's first output."""
     released: list[str] = field(default_factory=list)
-    """`request_id` of the handles whose KV was freed (read, rejected, or past its lease), after the finishing output;
-    each rank names each handle once."""
+    """`request_id` of the handles whose KV was freed: it was read, rejected, or past its lease. Each comes after its
+    finishing output, and once from each rank."""
     unreachable: list[str] = field(default_factory=list)
     """`engine_id` of the handles whose prefill engine does not answer on its side channel."""
     complete: list[KvHandle] = field(default_factory=list)
@@ -162,7 +162,8 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Let the prefill engine free `kv`, which will not be read. Does not wait; ignores one that has ended."""
+        """Let the prefill engine free `kv`, which will not be read. Does not wait; no effect if the KV is freed
+        already."""
 
     @abstractmethod
     async def read_ahead(self, kv: KvHandle, skip: int) -> None:

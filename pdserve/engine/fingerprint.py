@@ -64,7 +64,7 @@ class Fingerprint:
 
     async def after(self) -> str:
         """The fingerprint. Raises EngineDead if the files changed since `before`, because it is unknown which version
-        the engine has read. A restarted worker reads the new one."""
+        the engine has read. A restarted worker reads the new version."""
         if self._before is not None and await asyncio.to_thread(self._state) != self._before:
             raise EngineDead(f"the files of {self._model} changed while they were loaded")
         return await asyncio.to_thread(self._digest)
@@ -85,7 +85,7 @@ def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> 
     settings = {name: engine_args.get(name, known[name].default) for name in _ARGUMENTS}
     if length_changes_kv(find_folder(model, _revision(engine_args)), engine_args):
         settings["max-model-len"] = engine_args.get("max-model-len")
-    settings["speculative-config"] = draft_model(engine_args)  # its KV lies in the same blocks as the model's
+    settings["speculative-config"] = draft_model(engine_args)  # both models' KV lies in the same blocks
     if settings.get("load-format") == "dummy":
         settings["seed"] = engine_args.get("seed")
     files = {"model": _source(model, _revision(engine_args))}

@@ -1,12 +1,12 @@
 """KV transfer between engines, on vLLM's NIXL connector: a decode engine reads a prompt's KV blocks over UCX.
 
-1. The prefill engine computes the prompt, and keeps its blocks under a lease (`read_ahead/scheduler.py`, `leases.py`).
-2. Its last output names the blocks in a `KvHandle` (`engine/vllm/translation.py`). The prefill worker sends it to the
-   decode worker, which checks that its engine can use such KV (`handles.py`).
+1. The prefill engine computes the prompt, and keeps its KV blocks for a time (`read_ahead/scheduler.py`, `leases.py`).
+2. The engine's last output names the blocks in a `KvHandle` (`engine/vllm/translation.py`). The prefill worker sends
+   this to the decode worker, which checks that its own engine can use such KV (`handles.py`).
 3. The decode engine takes the handle with the request and allocates blocks for the prompt. Before its first read from
    a prefill engine, it asks the prefill engine's side channel how to reach the memory there (`side_channel.py`).
-4. Its connector reads the blocks (`connector.py`). A read that takes too long is reported (`stalled_reads.py`), and the
-   prompt is computed locally (`engine/vllm/engine.py`).
+4. The decode engine's connector reads them (`connector.py`). A read that takes too long is reported
+   (`stalled_reads.py`), and the prompt is computed locally (`engine/vllm/engine.py`).
 5. With the end of the read, NIXL notifies the prefill engine, which frees the blocks.
 6. Then the connector asks that engine whether it held the blocks until they were read. With a yes the request runs;
    otherwise its prompt is computed locally.

@@ -69,7 +69,7 @@ _KEYS = (STALLED, FAILED, READS, RELEASED, UNREACHABLE, COMPLETE)
 FLOOR, RATE = 3.0, 50e6
 """Seconds, and bytes per second, from which `StallWatch` computes when a read is stalled."""
 HANDSHAKE_PAUSE = 10.0
-"""Seconds from a failed handshake to the next attempt with that engine."""
+"""Seconds after a failed handshake before the next attempt with that engine."""
 
 
 class PdserveConnector(NixlPullConnector):  # type: ignore[misc]

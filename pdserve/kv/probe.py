@@ -1,5 +1,5 @@
-"""Measures latency and bandwidth of KV reads from an engine: `python -m pdserve.kv.probe HOST:PORT [FOLDER]`, with the
-engine's side channel and the folder of the graph's credentials. Prints JSON, and drops the data that it reads.
+"""Measures latency and bandwidth of KV reads from an engine: `python -m pdserve.kv.probe HOST:PORT [FOLDER]`. HOST:PORT
+is the engine's side channel; FOLDER has the graph's credentials. Prints JSON, and drops the data that it reads.
 
 It is a process of its own because calls into NIXL cannot be cancelled."""
 

@@ -29,7 +29,7 @@ from pdserve.security.credentials import Credentials
 GET_META = b"get_meta_msg"
 """vLLM's request for a handshake."""
 HELD = b"pdserve-held"
-"""pdserve's request whether the KV of a prefill is held."""
+"""pdserve's question whether the KV of a prefill is held."""
 _POLL_MS = 1000
 """Milliseconds between two checks of `stop`."""
 _RESTART_DELAY = 0.5
@@ -229,7 +229,7 @@ class Confirmations:
         self._context.destroy(linger=0)
 
     def _give_up(self, now: float) -> None:
-        """Count a question without an answer in time as "not held". The next question uses a new connection."""
+        """Count a question that was not answered in time as "not held". The next question uses a new connection."""
         for question in self._questions.values():
             if question.held is None and now > question.asked + CONFIRM_WITHIN:
                 question.held = False

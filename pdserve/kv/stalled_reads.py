@@ -12,7 +12,7 @@ class StallWatch:
         self._floor = floor
         self._rate = rate
         self._due: dict[str, float] = {}
-        """By request; infinite once it was returned."""
+        """By request: when its read is overdue; infinite once the read was returned."""
 
     def update(self, sizes: Mapping[str, int], now: float) -> list[str]:
         """Pass the bytes of all running reads, by request. Return the reads that became overdue, each once."""

@@ -1,8 +1,8 @@
-"""Prompts that decode workers sent only to this prefill worker, because it has their prefixes cached.
+"""Addressed prompts: those that decode workers sent only to this prefill worker, because it has their prefixes cached.
 
 They bypass the JetStream queue and wait here, in a fair queue, until the engine has capacity. The decode worker stays
-responsible for its prompt: if this worker does not begin it within `begin_within`, it never begins it, and the decode
-worker publishes the prompt for any worker (docs/decisions/0128-prefill-where-the-prefix-is.md)."""
+responsible for its prompt: if this worker has not begun it after `begin_within`, this worker leaves it alone, and the
+decode worker publishes it for any worker (docs/decisions/0128-prefill-where-the-prefix-is.md)."""
 
 import math
 import time

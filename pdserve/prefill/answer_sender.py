@@ -45,7 +45,7 @@ class AnswerSender:
         self._kept: dict[str, _Kept] = {}
         """Answers whose KV is kept, by the `request_id` of their handles."""
         self._warm: set[str] = set()
-        """Decode workers whose warm-up is over: its KV was read or rejected, or it failed."""
+        """Decode workers whose warm-up with this worker is over: its KV is freed, or its prefill failed."""
         self._changed = asyncio.Event()
 
     async def send(self, decode: str, answer: PrefillAnswer, *, warm_up: bool = False) -> None:
@@ -101,7 +101,7 @@ class AnswerSender:
                 len(workers) > MAX_PAIRS and len(workers & self._warm) >= MAX_PAIRS / 2
             )
 
-        await until(enough, self._changed, POLL_INTERVAL)  # decode workers come and go
+        await until(enough, self._changed, POLL_INTERVAL)  # polls, because decode workers come and go
 
 
 def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:

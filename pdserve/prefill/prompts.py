@@ -86,8 +86,8 @@ class PromptRunner:
         return readers(self._view, model, fingerprint) - {self.id}
 
     async def drain(self) -> None:
-        """Wait until the running prompts are done and the decode workers have read their KV, within the drain
-        timeout."""
+        """Give the waiting addressed prompts back. Then wait until the running ones are done and their KV is freed, for
+        the drain timeout at most."""
         logger.info("draining: %d prompts to finish", len(self._running))
         await self.pulling.addressed.give_back()
         try:
@@ -123,7 +123,7 @@ class PromptRunner:
                 await self._start(delivery)
 
     async def _read_addressed(self) -> None:
-        """Begin warm-ups at once. Other prompts that decode workers addressed to this worker wait for capacity."""
+        """Begin warm-ups at once. Other prompts that decode workers sent only to this worker wait for capacity."""
         async for request in self._queue.addressed(self.id):
             if not request.begin_within:
                 await self._start(Delivery(request))
@@ -186,7 +186,7 @@ class PromptRunner:
         return PrefillStarted(delivery.request.request_id, self.id, delivery.queued, state)
 
     def _cached(self, request: PrefillRequest) -> int:
-        """Number of the prompt's tokens in the prefix cache. A hit starts or prolongs the cache's reports."""
+        """Number of the prompt's tokens in the prefix cache. After a hit, the cache is reported for a while."""
         if hit := self._engine.prefix_hit(request.prompt, request.body) or 0:
             self.prefix_reports.last_hit = time.monotonic()
         return hit

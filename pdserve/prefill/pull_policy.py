@@ -2,9 +2,9 @@
 
 A prefill worker pulls whenever its engine has capacity. On a worker of role `both` a prompt delays every running
 stream, so it should go to the worker with the fewest streams. An idle worker waits at the queue and gets a prompt at
-once. A worker with streams polls the queue, and first leaves a waiting prompt to workers with fewer streams: longer,
-the larger the share of its slots that streams hold, up to the time that a prompt takes, and `POLL_INTERVAL`. If all
-workers are equally busy, waiting longer would save no stream anything
+once. A worker with streams polls the queue, and at first leaves a waiting prompt to workers with fewer streams. It does
+so for the time that a prompt takes, times the share of its slots that streams hold, but not longer than
+`POLL_INTERVAL`: if all workers are equally busy, a longer wait only delays the prompt
 (docs/decisions/0026-any-worker-can-do-either.md).
 """
 
@@ -28,12 +28,12 @@ STEPS_AHEAD = 2
 in the queue, where another worker can pull them."""
 FEW_PROMPTS = 3
 """With fewer prompts than this in the engine, one step of tokens is enough: the next prompt is pulled much faster than
-these are computed, and another client's prompt may still get ahead of it."""
+the engine computes these tokens, and another client's prompt may still get ahead of the next one."""
 POLL_INTERVAL = 0.1
 """Seconds between two pulls of a worker with streams from a queue that seems empty."""
 STREAM_SHARE = 0.5
 """Share of the KV cache that prompts leave to streams. Otherwise two workers, each full of KV that the other has no
-space to read, would wait for the end of a lease."""
+space to read, would wait for the end of a KV lease."""
 TICK = 0.02
 """Seconds between two checks whether to pull."""
 _WEIGHT = 0.2
@@ -77,16 +77,17 @@ class Pulling:
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     addressed: AddressedPrompts = field(default_factory=AddressedPrompts)
     _begun_addressed: bool = False
-    """Whether the last prompt was an addressed one, so that the queue has the next turn."""
+    """Whether the last prompt was sent only to this worker, so that the queue has the next turn."""
     _seen_since: float = 0.0
     """Monotonic time since which the queue has prompts; 0: it has none."""
     _waiting: asyncio.Timeout | None = field(default=None)
     """Set while `next` waits for a prompt."""
 
     async def next(self) -> list[Delivery]:
-        """Wait until the engine has capacity and it is time to poll, then take a prompt, addressed or queued in turn.
-        Return an empty list if there is none. With streams or addressed prompts, take only what the queue has; else
-        wait for a prompt, for `PULL_WAIT` or until `stop_waiting`. Raises QueueUnavailable."""
+        """Wait until the engine has capacity and it is time to poll, then take a prompt: by turns one that was sent
+        only to this worker, and one of the queue. Return an empty list if there is none. With streams or addressed
+        prompts, do not wait at the queue; else wait there for a prompt, for `PULL_WAIT` or until `stop_waiting`. Raises
+        QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
         if not self._begun_addressed and (prompt := self.addressed.pop(flex=False)):
             self._begun_addressed = True
@@ -109,8 +110,8 @@ class Pulling:
             self.pulled, self._waiting = time.monotonic(), None
 
     def receive(self, prompt: AddressedPrompt) -> bool:
-        """Return whether to begin an addressed prompt at once, because this worker waits at the queue; else the prompt
-        waits for its turn."""
+        """Return whether to begin a prompt that was sent only to this worker at once, because this worker waits at the
+        queue. Otherwise the prompt waits for its turn."""
         if self._waiting is not None and self._has_capacity():
             return True
         self.addressed.add(prompt, self.speed.token_seconds.value or 0.0)

@@ -22,8 +22,8 @@ _REMEMBERED = 1000
 @dataclass(eq=False)
 class RunningPrefill:
     engine_id: str
-    """New for each delivery, because a request may be delivered twice and an engine must never see an id twice. Not
-    made from the request's id, which a client may have chosen: NIXL's notifications separate ids by commas and
+    """New for each delivery, because a request may be delivered twice and an engine must never see an id twice. It is
+    not made from the request's id, which a client may have chosen: NIXL's notifications separate ids by commas and
     colons."""
     delivery: Delivery
     """The last delivery: a request may be delivered again while it runs."""
@@ -58,7 +58,8 @@ class RunningPrefills:
         self._cancelled: LruDict[PrefillRequest] = LruDict(_REMEMBERED)
         self._numbers = itertools.count()
         self.changed = asyncio.Event()
-        """Set when a prompt has ended, an addressed prompt waits, or the engine has done a step."""
+        """Set when a prompt has ended, the engine has done a step, or a prompt waits that was sent only to this
+        worker."""
 
     def add(self, delivery: Delivery) -> RunningPrefill:
         running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery, delivery.queued)
@@ -72,7 +73,7 @@ class RunningPrefills:
         self.changed.set()
 
     def trace(self, running: RunningPrefill, error: str) -> None:
-        """Send the worker's span of the request's trace."""
+        """Send the worker's spans of the request's trace."""
         request = running.request
         if not request.traceparent:
             return

@@ -29,7 +29,7 @@ class PrefillPrefixIndex:
                     self._index.apply(report.worker, report.changed)
 
     def cached(self, request: DecodeRequest, workers: Iterable[Instance]) -> dict[str, int]:
-        """Return by worker the number of leading prompt tokens that it has cached; workers with none are left out."""
+        """Return by worker how many leading prompt tokens are in its cache. Workers without any are left out."""
         if request.names is None or not len(self._index):
             return {}
         found = self._index.cached(request.names)

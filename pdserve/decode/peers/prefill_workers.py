@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LAST_ANSWERS = 0.2
 """Seconds to wait for a prefill worker's last answers, which come over NATS, after the worker is found to be lost."""
 AVOID_FOR = 30.0
-"""Seconds without new requests for a prefill worker whose KV could not be read; then it is tried again."""
+"""Seconds for which a prefill worker whose KV could not be read is avoided; then it is tried again."""
 POLL_INTERVAL = 0.5
 """Seconds between two checks with NATS whether a prefill worker is still subscribed."""
 MAX_UNHEARD = 2
@@ -86,7 +86,8 @@ class PrefillWorkers:
     _untaken: UntakenPrompts = field(default_factory=UntakenPrompts)
     _registered: list[Instance] = field(default_factory=list)
     _newcomers: list[Instance] = field(default_factory=list)
-    """Cached, like `_registered`, by the view's version: each request asks, and there may be hundreds of workers."""
+    """Workers that are not ready yet. This list and `_registered` are kept until the view changes, because each request
+    asks for them, and there may be hundreds of workers."""
     _version: int = -1
 
     # which are available
@@ -180,8 +181,8 @@ class PrefillWorkers:
         return worker.is_working and self._unheard[worker.id] < MAX_UNHEARD
 
     async def watch(self) -> None:
-        """While requests wait for prefill workers, check with NATS whether the workers are still connected; for ever.
-        The registry shows a lost worker only when its lease ends."""
+        """For ever, check with NATS whether the prefill workers that requests wait for are still connected. The
+        registry shows a lost worker only when its lease ends."""
         while True:
             await (tick if self._unheard else self.requests.pause)(POLL_INTERVAL)
             workers = [worker.id for worker in self.registered()]
@@ -223,7 +224,7 @@ class PrefillWorkers:
     def give_up_gone(self) -> None:
         """Prefill locally the prompts that a lost or stalled worker has, and those that no worker is left to pull.
         First wait `LAST_ANSWERS`, because a worker's last message may say that its engine died of a request. A prompt
-        that was addressed to a worker that is not available any more goes to any worker."""
+        that was sent only to one worker may go to any worker once that one is not available."""
         usable = {worker.id for worker in self.available()}
         for request in self.requests:
             if request.preferred and request.preferred not in usable:

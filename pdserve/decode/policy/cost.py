@@ -159,11 +159,12 @@ def prefix_choice(
 
     A queued prompt begins when the first worker is idle, and finds as much of its prefix as the workers have on
     average. So if all workers have the prefix, the queue is best, because it needs no guess which worker is idle first.
-    The wait for queued prompts would be part of both costs, because passing them is no reason to choose a worker.
+    Both costs leave out the wait for queued prompts: a prompt that is sent to a worker passes them, but that is no
+    reason to choose the worker.
 
     A second of computing costs more than a second of waiting, because it also delays the prompts that arrive while this
     one is computed, or before any worker is idle. A prefix that is a small part of the prompt, as a system prompt may
-    be, does not decide: workers without it would get no prompts, and their caches stay empty."""
+    be, does not decide: workers without it would get no prompts, and their caches would stay empty."""
     speed = sum(1 / each.token_seconds for each in remote)
     first, usual = min(each.wait for each in remote), _mean_compute(prompt, remote)
 

@@ -42,12 +42,12 @@ def decide(
     fits: bool = True,
     estimates: Estimates | None = None,
 ) -> Decision:
-    """Policy `threshold`: remote if the prompt, less its prefix hit, is longer than this worker should compute beside
-    its streams, and the queue is short. Policy `adaptive`: `estimates.better`. Without `conditional_disagg`: remote.
+    """Policy `threshold`: remote if the queue is short and the prompt, without its prefix hit, is longer than
+    `max_local_prefill_length`. Policy `adaptive`: `estimates.better`. Without `conditional_disagg`: remote.
 
     `supported` is false for a request that needs more than its prompt's KV (prompt logprobs). `migrated` is true for a
-    request whose worker was lost, perhaps because of KV that it read. `fits` is false for a request that is larger than
-    the queue's largest message, or whose prompt is too long for a prefill worker.
+    request whose worker was lost, perhaps because of the KV that the worker read. `fits` is false for a request that is
+    larger than the queue's largest message, or whose prompt is too long for a prefill worker.
     """
     must_be_local = {
         "disabled": not settings.remote_prefill,

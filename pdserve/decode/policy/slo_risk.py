@@ -12,7 +12,7 @@ from pdserve.contract.slo import GAP_VARIATION, gap_miss_probability, ttft_miss_
 MAX_STEP = 0.028
 """Target seconds of a step with a chunk, beside streams without an SLO: less than the gaps that users often ask for."""
 MAX_STEP_FACTOR = 2
-"""This many times a plain step is the target, if that is longer than `MAX_STEP`."""
+"""The target is at least this multiple of a step without chunks, even if that is above `MAX_STEP`."""
 MIN_CHUNK_PART = 4
 """Beside streams without an SLO, the chunk is at least the usual one divided by this, to bound a prompt's steps."""
 
@@ -24,8 +24,8 @@ def longest_step(gap: float, plain: float) -> float:
 
 
 def chunk_of(step: float, plain: float, token_seconds: float, usual: int, block: int) -> int:
-    """Return the prompt tokens that make a step take `step` seconds, at least `block`; `usual` if `step` is infinite or
-    a speed is unknown (0). `usual` 0: prompts are not cut into chunks."""
+    """Return the prompt tokens that make a step take `step` seconds, but at least `block`. Return `usual` if `step` is
+    infinite or a speed is unknown (0). `usual` 0: prompts are not cut into chunks."""
     if not usual or step == math.inf or not plain or not token_seconds:
         return usual
     return max(block, int((step - plain) / token_seconds))

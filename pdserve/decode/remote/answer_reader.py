@@ -92,7 +92,7 @@ class AnswerReader:
     async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
         """Give the answer to its request, or reject KV that no request takes, so that its blocks are free at once.
         Never reject KV that a live request took, because it may be read right now while the answer is repeated. Do not
-        reject KV of an unknown worker, which repeats the answer until it is registered or the lease is over."""
+        reject KV of an unknown worker, which repeats the answer until it is registered or the KV lease is over."""
         worker = answer.handle.engine_id
         if not self.workers.is_known(worker):
             logger.info("request %s: %s is not a live prefill worker", answer.request_id, worker)

@@ -51,11 +51,11 @@ _NO_ANSWER = {
     UNKNOWN: "the answer came from {worker}, which is not registered",
 }
 OVERHEAD = 2048
-"""Bytes of a PrefillRequest and its headers beside prompt and body."""
+"""Bytes of a PrefillRequest with its headers, without prompt and body."""
 
 
 class NoHandle(Exception):
-    """Raised when a remote prefill ends without KV. `reason`: the label of the failure metric, `OWN` or `CANCELLED`."""
+    """Raised when a remote prefill ends without KV. `reason`: `OWN`, `CANCELLED`, or a label of the failure metric."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(f"{reason}: {text}" if text else reason)
@@ -89,7 +89,7 @@ class RemotePrefill:
 
     async def prefill(self, request: DecodeRequest, why: str = "") -> PrefillDone | None:
         """Return the prefill worker's answer with a checked KV handle. Return None if the prompt must be prefilled
-        locally (then the failure is logged) or the request was cancelled. `why` is the decision's reason."""
+        locally or the request was cancelled. `why` is the decision's reason."""
         request.asked = time.monotonic()
         request.hops.asked(request.asked, why)
         done: PrefillDone | None = None

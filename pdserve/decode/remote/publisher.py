@@ -2,8 +2,8 @@
 JetStream queue itself is FIFO for all clients.
 
 So a prompt waits in the JetStream queue behind about one other for each prefill worker, and not behind everything that
-another client sent before. Held prompts, flex requests excluded, count in the queue's depth at all workers; the
-decision about a prompt counts only the prompts before it."""
+another client sent before. Held prompts, flex requests excluded, count in the queue's depth at all workers. But a
+worker that decides about a prompt counts only the prompts before it."""
 
 import asyncio
 import time
@@ -26,9 +26,9 @@ prompts."""
 
 
 def are_busy(stored: int, own: Iterable[int], tokens: int, workers: int, token_seconds: float) -> bool:
-    """Whether the prefill workers are busy without another prompt, of `tokens` tokens. `stored`: prompts in the
-    JetStream queue; `own`: the tokens of each of this decode worker's prompts among them. If `own` is empty, one more
-    may always be published. Pure."""
+    """Whether the JetStream queue has a prompt for each prefill worker and, with one more of `tokens` tokens, would
+    have more than `BUFFER` seconds of work for each. `stored`: prompts in the queue; `own`: the tokens of each of this
+    decode worker's prompts among them. If `own` is empty, one more may always be published. Pure."""
     prompts = list(own)
     stored = max(stored, len(prompts))
     if not prompts or stored < workers:
@@ -46,13 +46,13 @@ class PromptPublisher:
         self._clock = clock
         self._held: PromptQueue[DecodeRequest] = PromptQueue()
         self._published: set[DecodeRequest] = set()
-        """Published, or about to be, and still waiting for an answer."""
+        """Requests whose prompts are published, or about to be, and that still wait for an answer."""
         self._has_held = asyncio.Event()
 
     async def wait(self, request: DecodeRequest, bound: Callable[[int], float]) -> bool:
         """Wait until the prompt may be published or the request no longer awaits an answer. Return False at the
         request's deadline, or if no prefill worker sends a message for `bound(waiting prompts)` seconds. The bound is
-        computed again for each wait, because other clients' prompts may get ahead of this one."""
+        computed anew for each wait, because other clients' prompts may get ahead of this one."""
         assert request.answer is not None
         request.turn = asyncio.get_running_loop().create_future()
         self.add(request)

@@ -20,8 +20,8 @@ from pdserve.queue.prompt_queue import PromptQueue
 SHORT = 8
 """A prompt of at most the usual chunk divided by this is very short."""
 MAX_PASSING = 4
-"""Very short prompts that may be in the engine beside a full chunk: at most one of a client, and none of a client that
-has another prompt in the engine."""
+"""Very short prompts that may be in the engine beside a full chunk: at most one of each client, and none of a client
+that has another prompt in the engine."""
 MIN_CHANGE = 8
 """A chunk other than the usual one is set only if it differs by more than 1 / `MIN_CHANGE`: setting it costs time."""
 

@@ -35,7 +35,7 @@ MIN_SLOWDOWN = 1.5
 def _passed(
     waiting: Iterable[tuple[float, int]], due: float, tokens: int, token_seconds: float, now: float
 ) -> int:
-    """Tokens of the waiting prompts (TTFT deadline, tokens) that let a new prompt pass (`prompt_queue.py`)."""
+    """Tokens of the waiting prompts, given as (TTFT deadline, tokens), that a new prompt passes (`prompt_queue.py`)."""
     if is_late(due, tokens * token_seconds, now):
         return 0
     return sum(each for when, each in waiting if is_late(when, each * token_seconds, now))
@@ -89,8 +89,8 @@ class Estimator:
     """Mean seconds between two prompts."""
     _handover: LearnedMean = field(default_factory=lambda: LearnedMean(FIRST_HANDOVER))
     _answered: LruDict[tuple[float, float]] = field(default_factory=lambda: LruDict(1000))
-    """By prefill worker: seconds per token of its last long prompt, and when that had its first step here. An upper
-    bound, because the prompt may have waited for others in the prefill engine."""
+    """By prefill worker: seconds per token of its last long prompt, and when that prompt had its first step here. The
+    seconds are an upper bound, because the prompt may have waited for others in the prefill engine."""
 
     def of(
         self,

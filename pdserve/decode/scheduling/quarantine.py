@@ -29,7 +29,7 @@ class Quarantine:
         await turn
 
     def leave(self, request: DecodeRequest) -> None:
-        """Record that the request has its first token, or is over. May be called at any time and repeatedly."""
+        """Record that the request has a token of this engine, or is over. May be called at any time and repeatedly."""
         if request in self._unproven:
             self._unproven.remove(request)
             self._advance()

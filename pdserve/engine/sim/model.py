@@ -58,9 +58,9 @@ class SimModel:
     """The token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are whole words."""
 
     def step_time(self, decoding: int, context: int, chunks: Iterable[tuple[int, int]] = ()) -> float:
-        """Seconds of a step in which `decoding` sequences, with `context` tokens together, get their next token, and
-        these chunks of prompts are computed: (tokens computed before, tokens of the chunk). Linear in the costs, so
-        that they can be fitted."""
+        """Seconds of a step. `decoding`: number of sequences that get their next token; `context`: all tokens of these
+        sequences together; `chunks`: for each chunk of a prompt, the tokens computed before it and its own tokens.
+        Linear in the costs, so that the costs can be fitted."""
         seconds = self.step_seconds + decoding * self.sequence_seconds + context / 1000 * self.context_seconds
         for before, tokens in chunks:
             pairs = tokens * (before + tokens / 2) / 1e6
@@ -107,7 +107,7 @@ class Faults:
         self.dead = False
         """Whether every method raises EngineDead; set by `SimEngine.die`."""
         self.killed = False
-        """Whether it is dead because it was killed from outside."""
+        """Whether the engine is dead because it was killed from outside."""
         self.slow = 1.0
         """Factor on the time of each step."""
         self.drop_transfers = False

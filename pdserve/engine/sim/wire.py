@@ -207,7 +207,7 @@ class SimRequest:
     """Blocks of a prefill that were reported as complete."""
     pulled: int = 0
     begun: float | None = None
-    """Monotonic time at which it had its blocks and its KV read had ended."""
+    """Monotonic time at which it had its blocks and, with `kv`, the read of its KV had ended."""
     tokens: list[int] = field(default_factory=list)
     unread: bool = False
     """Whether the KV could not be read."""

@@ -90,7 +90,8 @@ def keep_images() -> None:
 
 def meet_in(path: str) -> None:
     """Have the ranks of engines that are forked from this process meet through a file whose path begins with `path`, so
-    that the caller can remove it. vLLM's own name is unknown outside of the engine, which leaves the file if killed."""
+    that the caller can remove it. Only the engine knows the name that vLLM would choose, and a killed engine leaves the
+    file."""
 
     def init_method() -> str:
         return f"file://{path}{uuid4().hex}"
@@ -100,13 +101,13 @@ def meet_in(path: str) -> None:
 
 
 def end_with_ranks() -> None:
-    """Have the core of engines that are forked from this process end with all ranks as soon as one rank ends, with an
-    exit status that says how that rank ended (`BY_SIGNAL`). vLLM waits 9 s for the other ranks, which cannot finish,
-    and its core's exit status does not say how the first ended."""
+    """Have the core of an engine that is forked from this process kill its ranks and end as soon as one rank ends. The
+    core's exit status then says how that rank ended (`BY_SIGNAL`). vLLM would wait 9 s for the other ranks, which
+    cannot finish, and its core's exit status would not say how the first rank ended."""
     this_process = os.getpid()
 
     def start_worker_monitor(self: MultiprocExecutor, inline: bool = False) -> None:
-        if os.getpid() == this_process:  # a host's ranks without the core
+        if os.getpid() == this_process:  # this host has only ranks, and the core is on another
             _monitor(self, inline)
         else:
             Thread(target=_end_with_first_rank, args=(self,), daemon=True).start()

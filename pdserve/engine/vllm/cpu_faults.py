@@ -1,17 +1,20 @@
 """Works around faults of vLLM 0.32, most of them on the CPU. Check each when vLLM is upgraded (`tools/vllm_diff.py`
-shows whether the code around it changed). None was reported for vLLM itself in November 2026.
+shows whether the code around it changed). By November 2026, nobody had reported any of them to vLLM.
+
+The list has each function, the fault that it works around, and when the function is no longer needed ("goes").
 
 - `keep_generators`: a request with a seed whose prompt takes several steps ends the engine. Also seen by
-  RBLN-SW/vllm-rbln#1025. Unchanged in 0.33; goes when `_bookkeeping_sync` leaves generators without an offset alone.
+  RBLN-SW/vllm-rbln#1025. Unchanged in 0.33; goes when `_bookkeeping_sync` does not change generators that lack an
+  offset.
 - `rank_without_compiler`: the first request for logprobs compiles for 10 s, in which the engine stalls. Also seen by
   torch-spyre/sendnn-inference#550. Unchanged in 0.33; goes when CPU engines compile it at start or never.
 - `verify_drafts`: with speculative decoding, requests that sample get uninitialized temperatures, top_k and top_p, end
   the engine in a step without drafts, or get tokens of the wrong position. Goes when vLLM's `cpu_triton_utils` copies
-  back what `expand_kernel_impl` writes and rejects drafts of -1, and `apply_top_k_only` takes no rows.
+  back what `expand_kernel_impl` writes and rejects drafts of -1, and `apply_top_k_only` accepts an empty batch.
 - `leave_out_adapters`: tokens without a LoRA adapter are computed with the adapter in the last slot. Goes when
   `torch_ops/lora_ops.py` leaves out rows whose index is -1.
-- `request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when vLLM's CPU
-  worker asks for the tiles itself.
+- `request_amx`: on a CPU with AMX, a decode step before the first prefill ends in SIGILL. Goes when vLLM's CPU worker
+  asks for the tiles itself.
 - `api.keep_images`, on GPUs, too: a preempted request ends the engine, which lacks its images whose KV was cached.
   Goes when `strip_covered_mm_data` leaves the images that a preempted request needs again.
 - `api.compute_in_core`: an engine of one rank computes in a second process, and both processes spin. By design; goes
@@ -47,7 +50,7 @@ def request_amx() -> None:
 
 
 def rank_without_compiler() -> None:
-    """Use the plain function behind the compiled one; with TORCHDYNAMO_DISABLE=1 it is not wrapped."""
+    """Use the plain function behind the compiled one. With TORCHDYNAMO_DISABLE=1 there is only the plain one."""
     ranks = logprobs.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(ranks, "__wrapped__", ranks)
 

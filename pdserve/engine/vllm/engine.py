@@ -262,8 +262,8 @@ class VllmEngine(Engine):
             raise
 
     async def _remove_partial(self, id: int) -> None:
-        """vLLM registers an adapter before it copies the weights, and later takes it for loaded. Raises EngineDead if
-        vLLM cannot remove it."""
+        """Remove an adapter that failed to load: vLLM registers it before it copies the weights, and would later take
+        it for loaded. Raises EngineDead if vLLM cannot remove it."""
         try:
             await self._call(self._core.remove_lora_async(id))
         except Exception as error:

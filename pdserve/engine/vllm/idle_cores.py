@@ -30,7 +30,7 @@ def running_threads() -> int:
 
 
 def use_idle_cores(runner: Any, running: Callable[[], int] = running_threads) -> None:
-    """Have `runner`, vLLM's class of model runners, compute steps with prompts and no stream with the idle cores."""
+    """Have `runner`, vLLM's class of model runners, use the idle cores, too, for steps with prompts and no stream."""
     most, usual = int(os.environ.get(VARIABLE, "0")), torch.get_num_threads()
     if most <= usual:
         return
@@ -56,7 +56,7 @@ def fewest(running: Callable[[], int]) -> int:
 
 
 def is_lone_prompt(step: Any) -> bool:
-    """Whether a step (vLLM's `SchedulerOutput`) has enough prompt tokens and no stream, which has one token."""
+    """Whether a step (vLLM's `SchedulerOutput`) has enough prompt tokens and no stream, which would have one token."""
     tokens: Collection[int] = step.num_scheduled_tokens.values()
     return sum(tokens) >= MIN_TOKENS and min(tokens) > 1
 

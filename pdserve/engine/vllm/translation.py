@@ -150,9 +150,10 @@ def to_generate(
 def to_prefill(
     request_id: str, prompt: list[int], body: list[bytes], *, samples: bool
 ) -> tuple[api.EngineCoreRequest, bool]:
-    """Return a request for one token, and whether that token is the first of the client's request: if `samples` is true
-    and the sampling parameters allow it. Otherwise the token is sampled greedily, without any parameter that could
-    delay or end the request, because KV does not depend on sampling. KV depends on LoRA and cache salt, which stay."""
+    """Return a request for one token, and whether that token is the first of the client's request. It is if `samples`
+    is true and the sampling parameters allow it. Otherwise the token is sampled greedily, without any parameter that
+    could delay or end the request, because KV does not depend on sampling. KV depends on LoRA and cache salt, which
+    stay."""
     request = _own(request_id, prompt, body)
     if prefix_key(request) is None:
         raise ProtocolError("this prompt cannot be prefilled for another engine")

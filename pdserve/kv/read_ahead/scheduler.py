@@ -16,7 +16,7 @@ from pdserve.kv.read_ahead.blocks import MIN_FREE_SHARE, MIN_PIECE_BYTES, ReadAh
 ADOPTED = "pdserve_adopted"
 """Key in a request's transfer parameters: number of tokens in the prefix cache that were read ahead."""
 PIECE_OF = "HB:"
-"""Prefix of a prefill's id in reads of a piece. vLLM takes the notification for a heartbeat and frees nothing."""
+"""Precedes the prefill's id in reads of a piece: vLLM takes the notification for a heartbeat and frees nothing."""
 
 
 class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -163,7 +163,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self._leases.end(name, read=True)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """A count of None: ask again in the next step."""
+        """With a count of None, vLLM asks again in the next step."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and _source(params) in self._ahead:
             if not self._ahead.is_reading(_source(params)):
@@ -174,7 +174,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return matched
 
     def has_pending_push_work(self) -> bool:
-        """Whether to keep stepping without requests, because the engine learns in a step that a read has ended."""
+        """Whether to go on with steps without requests: only in a step the engine learns that a read has ended."""
         return self._ahead.has_dropped or bool(super().has_pending_push_work())
 
     def _adopt(self, request: Any, params: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Keeps KV blocks on disk that leave host memory: a tier below host memory in vLLM's tiering
+"""Keeps KV blocks on disk after they leave host memory: a tier below host memory in vLLM's tiering
 (docs/decisions/0090-kv-on-disk.md, 0114-vllms-file-tier.md).
 
-Each block that enters host memory is also written to the disk. A request whose prompt begins with blocks that only the
-disk has waits in the queue until they are read back into host memory. Threads read and write.
+Each block that enters host memory is also written to the disk. If only the disk has the first blocks of a prompt, its
+request waits in the queue until they are read back into host memory. Threads read and write.
 
 **Never a wrong token.** The blocks lie in a file without a name that belongs to this process alone. The index is in
 memory: vLLM's hash of a block (tokens, adapter, salt, images) and its place in the file. A block enters the index once
@@ -82,8 +82,8 @@ class BlockFile:
         self.disabled = False
 
     def allocate(self) -> FilePlace | None:
-        """Return a place for a block; evict another block if no place is free. None: all are being written, or the file
-        is disabled."""
+        """Return a place for a block; evict another block if no place is free. None: all places are being written, or
+        the file is disabled."""
         if self.disabled:
             return None
         if not self._free:
@@ -349,7 +349,7 @@ class DiskSpec(TieringOffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not current_platform.is_cpu():
             worker: Any = super().get_worker(kv_caches)
-            worker._mmap_region._creator = False  # the scheduler removes its name
+            worker._mmap_region._creator = False  # the scheduler removes the file's name
             return worker
         if self._worker is None:
             region = self._region(0 if self.replicated_layout else self.config.parallel.rank)

@@ -1,5 +1,5 @@
-"""Keeps KV blocks in host memory that leave an engine's cache: vLLM's OffloadingConnector beside our NIXL connector
-(docs/decisions/0084-kv-in-host-memory.md).
+"""Keeps KV blocks in host memory after they leave an engine's cache: vLLM's OffloadingConnector beside our NIXL
+connector (docs/decisions/0084-kv-in-host-memory.md).
 
 vLLM's scheduler asks both connectors for each request, NIXL first: a prompt whose KV another engine has is read whole
 from there. A block is stored in the step after it was computed or read, and found by vLLM's hash of it (tokens,
@@ -22,8 +22,8 @@ class PdserveConnectors(MultiConnector):  # type: ignore[misc]
 
     A block may be freed and allocated to another request while it is still being copied to host memory. vLLM ends such
     a copy before the step that writes into the block, but only for blocks of scheduled requests. Blocks into which the
-    NIXL connector reads are not among them: their new KV would be stored as the old prompt's. So here every allocated
-    block counts."""
+    NIXL connector reads are not among them: their new KV would be stored as the old prompt's. So here vLLM ends the
+    copies of all allocated blocks."""
 
     _allocated: set[int]
     """Blocks that the pool allocated since the last step."""
