@@ -75,7 +75,8 @@ class Frontends:
     """Connected frontends that route by this worker's prefix cache."""
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Send a message; forget a frontend that is gone. A warm-up has no frontend, so nothing is sent."""
+        """Send a message; forget a frontend that is not connected any more. A warm-up has no frontend, so nothing is
+        sent."""
         if not frontend:
             return
         try:
@@ -126,7 +127,7 @@ class Frontends:
                         await self.send(frontend, self._prefixes(stored, gone))
 
     async def preempt(self, get_load: Callable[[], Load]) -> None:
-        """Ask frontends to pause requests for other clients' requests that wait in the engine, for ever."""
+        """For ever, ask frontends to pause requests whose slots other clients' requests wait for (`choose_preemption`)."""
         while True:
             await self.requests.pause(PREEMPT_INTERVAL)
             if queued := self.engine.usage.queued:
@@ -147,7 +148,7 @@ class Frontends:
                         await self.send(frontend, WorkerLoad(load))
 
     async def forget(self, frontend: str) -> None:
-        """Cancel the requests of a frontend that is gone."""
+        """Cancel the requests of a frontend that is not connected any more."""
         self._load_followers.discard(frontend)
         self._follow(frontend, wanted=False)
         gone = [request for request in self.requests.of(frontend) if not request.cancelled]

@@ -187,7 +187,7 @@ class RequestRunner:
         return decision
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
-        """Generate without remote KV, once the prompt has a slot."""
+        """Generate without remote KV, once it is the prompt's turn."""
         since, tokens = time.monotonic(), request.local_tokens
         order = request.submit.client, request.due, tokens * self.estimator.local_token_seconds
         async with self.slots.take(tokens, *order, request.begins) as waited:

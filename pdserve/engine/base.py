@@ -92,7 +92,7 @@ class Output:
     """On the first output of a request with `kv`: whether this engine computed the prompt, because its KV could not be
     read."""
     begun: float | None = None
-    """On the first output of a request: monotonic time at which the engine, having room and the KV, began to compute;
+    """On the first output of a request: monotonic time at which the engine, having blocks and the KV, began to compute;
     None: unknown."""
     raw: Any = None
     """The engine's own output, for `pack`."""
@@ -107,7 +107,7 @@ class Step:
     unread: dict[str, str] = field(default_factory=dict)
     """Request id -> why its KV could not be read and is computed instead; once, before the request's first output."""
     released: list[str] = field(default_factory=list)
-    """`request_id` of the handles whose KV was freed: it was read, rejected, or past its lease. Each comes after its
+    """`request_id` of the handles whose KV was freed: it was read, rejected, or past its KV lease. Each comes after its
     finishing output, and once from each rank."""
     unreachable: list[str] = field(default_factory=list)
     """`engine_id` of the handles whose prefill engine does not answer on its side channel."""
@@ -126,7 +126,7 @@ class Engine(Lifetime, AdapterEngine):
 
     Every request ends with one finishing Output unless it is cancelled. Then no Output comes, except for a prefill that
     was done before the engine saw the cancellation: its Output has the handle. A second use of a request id raises
-    ProtocolError, and does nothing. Any method raises EngineDead if the engine is dead: the worker must exit.
+    ProtocolError, and does nothing. Methods that ask the engine raise EngineDead if it is dead: the worker must exit.
     """
 
     facts: EngineFacts
@@ -146,11 +146,12 @@ class Engine(Lifetime, AdapterEngine):
         """Start generating. With `kv`, first read the prompt's KV from there; if that fails, the engine recomputes it,
         and the tokens are the same. With `after`, continue after these tokens, which were sampled elsewhere and are in
         no Output of this engine. Raises ProtocolError, without starting the request, for a handle that does not fit
-        (other block size, too few blocks, lease nearly over)."""
+        (other block size, too few blocks)."""
 
     @abstractmethod
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        """Run the prompt for one token; keep its KV until it is read or its lease ends. The output has the handle."""
+        """Run the prompt for one token; keep its KV until it is read or the KV lease ends. The output has the
+        handle."""
 
     @abstractmethod
     def first_output(

@@ -5,7 +5,7 @@
    this to the decode worker, which checks that its own engine can use such KV (`handles.py`).
 3. The decode engine takes the handle with the request and allocates blocks for the prompt. Before its first read from
    a prefill engine, it asks the prefill engine's side channel how to reach the memory there (`side_channel.py`).
-4. The decode engine's connector reads them (`connector.py`). A read that takes too long is reported
+4. The decode engine's connector reads the blocks (`connector.py`). A read that takes too long is reported
    (`stalled_reads.py`), and the prompt is computed locally (`engine/vllm/engine.py`).
 5. With the end of the read, NIXL notifies the prefill engine, which frees the blocks.
 6. Then the connector asks that engine whether it held the blocks until they were read. With a yes the request runs;

@@ -192,7 +192,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def _disconnect(self, engine: str | None) -> None:
         """Have vLLM shake hands with this engine again; once for all reads that fail together, because vLLM doubles the
-        pause before the handshake each time."""
+        wait before the handshake each time."""
         if engine in self._remote_agents and engine not in self._invalid_remote_engines:
             self._mark_remote_engine_invalid(engine, time.perf_counter())
 

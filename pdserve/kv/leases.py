@@ -1,7 +1,7 @@
 """Which prefills' KV blocks a prefill engine holds for decode engines.
 
-A read does not check what it reads, and a decode engine cannot judge the lease, because its clock may have stood still
-(a paused VM). So after each read the decode engine asks the prefill engine whether it held the blocks until now
+A read does not check what it reads, and a decode engine cannot judge the KV lease, because its clock may have stood
+still (a paused VM). So after each read the decode engine asks the prefill engine whether it held the blocks until now
 (`side_channel.py`; docs/decisions/0095-the-owner-judges-the-lease.md)."""
 
 from pdserve.util.lru import LruDict

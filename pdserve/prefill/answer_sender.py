@@ -1,7 +1,7 @@
-"""Sends a prefill worker's answers, and repeats those with KV until it is read, rejected or past its lease.
+"""Sends a prefill worker's answers, and repeats those with KV until it is read, rejected or past its KV lease.
 
-Answers get lost with NATS, a connection, or a decode worker. Then their KV would be kept until the end of the lease. A
-decode worker that gets the answer again reads the KV or rejects it (docs/decisions/0007-lost-answers.md)."""
+Answers get lost with NATS, a connection, or a decode worker. Then their KV would be kept until the end of the KV lease.
+A decode worker that gets the answer again reads the KV or rejects it (docs/decisions/0007-lost-answers.md)."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ POLL_INTERVAL = 0.5
 REPEAT_AFTER = 2.0
 """Seconds after which an answer whose KV was not read is repeated; a read takes milliseconds."""
 FORGET_AFTER = 2.0
-"""KV counts as freed after this many times its lease, even if the engine did not report it."""
+"""KV counts as freed after this many times its KV lease, even if the engine did not report it."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Runs each prompt at a prefill worker: pulls it when the engine has capacity, prefills it, and answers with a KV
 handle.
 
-Read `_pull`, `_begin`, `read_step` and `_finished`, in this order. A request is acked after its answer, so that the
-queue delivers it to another worker if this process dies."""
+Read `_pull`, `_begin`, `read_step` and `_finished`, in this order. A request is acked after its answer. If this process
+dies before, the queue delivers the request to another worker."""
 
 import asyncio
 import logging
@@ -86,8 +86,8 @@ class PromptRunner:
         return readers(self._view, model, fingerprint) - {self.id}
 
     async def drain(self) -> None:
-        """Give the waiting addressed prompts back. Then wait until the running ones are done and their KV is freed, for
-        the drain timeout at most."""
+        """Give back the waiting prompts that were sent only to this worker. Then wait until the running ones are done
+        and their KV is freed, at most for the drain timeout."""
         logger.info("draining: %d prompts to finish", len(self._running))
         await self.pulling.addressed.give_back()
         try:

@@ -85,9 +85,9 @@ class Pulling:
 
     async def next(self) -> list[Delivery]:
         """Wait until the engine has capacity and it is time to poll, then take a prompt: by turns one that was sent
-        only to this worker, and one of the queue. Return an empty list if there is none. With streams or addressed
-        prompts, do not wait at the queue; else wait there for a prompt, for `PULL_WAIT` or until `stop_waiting`. Raises
-        QueueUnavailable."""
+        only to this worker, and one of the queue. Return an empty list if there is none. With streams or other prompts
+        for this worker alone, do not wait at the queue; else wait there for a prompt, for `PULL_WAIT` or until
+        `stop_waiting`. Raises QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
         if not self._begun_addressed and (prompt := self.addressed.pop(flex=False)):
             self._begun_addressed = True
@@ -110,8 +110,8 @@ class Pulling:
             self.pulled, self._waiting = time.monotonic(), None
 
     def receive(self, prompt: AddressedPrompt) -> bool:
-        """Return whether to begin a prompt that was sent only to this worker at once, because this worker waits at the
-        queue. Otherwise the prompt waits for its turn."""
+        """Take a prompt that was sent only to this worker. Return whether to begin it at once, because this worker
+        waits at the queue and has capacity. Otherwise the prompt waits for its turn."""
         if self._waiting is not None and self._has_capacity():
             return True
         self.addressed.add(prompt, self.speed.token_seconds.value or 0.0)

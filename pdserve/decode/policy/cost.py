@@ -37,7 +37,7 @@ class Estimates:
     rate: float = 0.0
     """Prompts that arrive per second."""
     remote_stall: float = 0.0
-    """Seconds that each stream loses by a remote prefill: 0 unless both engines share a core."""
+    """Seconds that each stream loses by a remote prefill: some if both engines share a core, else 0."""
     slo_misses: tuple[float, float] | None = None
     """SLO misses to expect from a local and from a remote prefill; None without an SLO."""
     prefix: "PrefixChoice | None" = None

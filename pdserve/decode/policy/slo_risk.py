@@ -39,8 +39,8 @@ def chunk_without_slo(plain: float, token_seconds: float, usual: int, block: int
 
 @dataclass(frozen=True)
 class SloRisk:
-    """Seconds; infinite without an SLO. The gap after the first token is not at risk: the frontend holds that token
-    back until the second has come (`frontend/sequence/pacing.py`)."""
+    """Times are in seconds; those of an SLO are infinite without one. The gap after the first token is not at risk: the
+    frontend holds that token back until the second has come (`frontend/sequence/pacing.py`)."""
 
     left: float
     """Until the TTFT deadline of the prompt's request."""

@@ -51,8 +51,9 @@ class PromptSlots:
         needs: float = 0.0,
         begins: asyncio.Event | None = None,
     ) -> AsyncIterator[bool]:
-        """Hold a slot for a prompt with `tokens` to compute; yield whether it had to wait. `due`: the TTFT deadline;
-        `needs`: seconds from getting the slot to the first token. Setting `begins` ends the wait without a slot."""
+        """Enter when the engine may compute a prompt with `tokens` to compute; leave when they are computed. Yields
+        whether the prompt had to wait. `due`: its TTFT deadline; `needs`: seconds from its turn to the first token.
+        Setting `begins` ends the wait before its turn."""
         prompt = _Prompt(tokens, client, begins or asyncio.Event())
         self._waiting.add(client, prompt, due, needs)
         self._start_next()

@@ -185,7 +185,7 @@ class Estimator:
         self._ended = ended if any(request.has_first_step for request in self.requests) else 0.0
 
     def _slowdown(self, now: float) -> float:
-        """Share of its time that a stream loses during remote prefills; above 0 if both engines share a core."""
+        """Share of its time that a stream loses during remote prefills; 0 if that is noise (`MIN_SLOWDOWN`)."""
         normal = self._undisturbed.value
         slow = decayed(self._disturbed.value, now - self._disturbed.at, normal)
         return 1 - normal / slow if normal and slow and slow > MIN_SLOWDOWN * normal else 0.0

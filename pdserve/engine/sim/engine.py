@@ -55,7 +55,7 @@ class SimEngine(SimAdapters, Engine):
         self._computed, self._step = 0.0, (0.0, 0.0)
         """Seconds of the steps that have ended; begin and length of the current step."""
         self._due = 0.0
-        """When the last step should have ended; 0 before the first step and after a pause."""
+        """When the last step should have ended; 0 while there is no step to compute."""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
     @asynccontextmanager

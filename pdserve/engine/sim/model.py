@@ -105,7 +105,7 @@ class Faults:
         """Cleared while the engine hangs: no step ends, and no request for KV is answered."""
         self.going.set()
         self.dead = False
-        """Whether every method raises EngineDead; set by `SimEngine.die`."""
+        """Whether methods that ask the engine raise EngineDead; set by `SimEngine.die`."""
         self.killed = False
         """Whether the engine is dead because it was killed from outside."""
         self.slow = 1.0

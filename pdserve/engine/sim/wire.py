@@ -198,7 +198,7 @@ class SimRequest:
     kv: KvHandle | None = None
     """Where to read the prompt's KV."""
     keep: bool = False
-    """Whether it is a prefill, whose blocks are kept until they are read or the lease ends."""
+    """Whether it is a prefill, whose blocks are kept until they are read or the KV lease ends."""
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     """Prompt tokens whose KV is in this engine."""

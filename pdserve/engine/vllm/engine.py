@@ -316,7 +316,7 @@ class VllmEngine(Engine):
 
     def _late_output(self, raw: api.EngineCoreOutput) -> Output | None:
         """The output of a cancelled request. A prefill that finished before vLLM saw the cancellation keeps its KV
-        until the lease ends."""
+        until the KV lease ends."""
         params = raw.kv_transfer_params
         if not params:
             return None

@@ -66,8 +66,9 @@ class ReadAhead:
     def next_piece(
         self, source: Source, skip: int, complete: list[int], pool: Pool, now: float
     ) -> Piece | None:
-        """Allocate blocks for the next piece; None if there is no new block or no room, or the prompt's reads cannot be
-        used. `complete`: the prefill's complete blocks, of which this engine's prefix cache has the first `skip`."""
+        """Allocate blocks for the next piece. None if the prefill has no new block, this engine has too few free ones,
+        or the prompt's reads cannot be used. `complete`: the prefill's complete blocks; this engine's prefix cache has
+        the first `skip` of them."""
         prompt = self._prompts.setdefault(source, _Prompt(skip))
         begun = prompt.first + len(prompt.remote)
         if complete[prompt.first : begun] != prompt.remote:  # the prefill was preempted, and has other blocks

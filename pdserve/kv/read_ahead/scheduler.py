@@ -20,7 +20,7 @@ PIECE_OF = "HB:"
 
 
 class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the ranks report to the scheduler: ended reads of pieces, and leases that ran out."""
+    """What the ranks report to the scheduler: ended reads of pieces, and KV leases that ran out."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()

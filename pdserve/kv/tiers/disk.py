@@ -275,7 +275,7 @@ class TieredManager(TieringOffloadingManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
         """Do not ask the disk for a prompt that is read from another engine, because that is read whole. Do not ask it
-        for a request that has waited `MAX_WAIT`, even if only for room in host memory."""
+        for a request that has waited `MAX_WAIT`, even if only for free host memory."""
         since, now = req_context.get_state(WaitingSince), time.monotonic()
         gives_up = self._disk.is_late or (since is not None and now > since + MAX_WAIT)
         if gives_up or (req_context.kv_transfer_params or {}).get("do_remote_prefill"):
