@@ -127,7 +127,7 @@ class Frontends:
                         await self.send(frontend, self._prefixes(stored, gone))
 
     async def preempt(self, get_load: Callable[[], Load]) -> None:
-        """For ever, ask frontends to pause requests whose slots other clients' requests wait for (`choose_preemption`)."""
+        """For ever, ask frontends to pause requests whose slots other clients need (`choose_preemption`)."""
         while True:
             await self.requests.pause(PREEMPT_INTERVAL)
             if queued := self.engine.usage.queued:
