@@ -15,7 +15,7 @@ PREFILL_POLICIES: tuple[str, ...] = get_args(PrefillPolicy)
 THRESHOLDS = ("max-local-prefill-length", "max-prefill-queue-size")
 """Keys that imply the policy `threshold` if no policy is set."""
 MAX_THRESHOLD = 2**31 - 1
-"""Tokens or requests."""
+"""Largest value of a threshold (tokens or requests)."""
 
 SETTINGS = {
     "policy": f"how a decode worker chooses local or remote prefill: {', '.join(PREFILL_POLICIES)}",

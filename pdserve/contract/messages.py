@@ -125,8 +125,8 @@ class Failed(Struct, frozen=True, tag=True):
     invalid: bool = False
     """the request is invalid, so every worker would refuse it; 400"""
     engines_died: int = 0
-    """`Submit.engines_died`, plus this worker's engine if it died. A worker that vanishes without this message does not
-    count, because it was killed or cut off, which no request causes"""
+    """`Submit.engines_died`, plus 1 if this worker's engine died and the request may be the cause. A worker that vanishes
+    without this message does not count, because it was killed or cut off, which no request causes"""
 
 
 class Load(Struct, frozen=True):
@@ -154,8 +154,8 @@ class Load(Struct, frozen=True):
     token_seconds: float = 0.0
     """expected seconds per token of a new prompt"""
     gap_seconds: float = 0.0
-    """measured seconds of a step without prompts, or from a request's KV to its next token, whichever is longer; each
-    falls while it is not measured"""
+    """the longer of two measured times: of a step without prompts, and from a request's KV to its next token. Each of
+    the two decays while it is not measured"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
@@ -164,8 +164,8 @@ class WorkerLoad(Struct, frozen=True, tag=True):
 
     load: Load
     make_way: int = 0
-    """number of requests to pause at this worker, of the clients that run most, because other clients' requests wait in
-    the engine"""
+    """number of requests to pause at this worker, because other clients' requests wait in the engine. The requests to
+    pause are those of the clients that have most running"""
 
 
 class PrefixesChanged(Struct, frozen=True, tag=True):
@@ -225,9 +225,9 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     """above 0: sent outside the queue to one prefill worker, which has the prompt's prefix cached ("addressed").
     The worker begins the request within this many seconds of its arrival, or not at all"""
     client: str = ""
-    """as in `Submit`; only of addressed requests"""
+    """as in `Submit`; only if `begin_within` is above 0"""
     due: float | None = None
-    """seconds, at sending, until the first token is due; None: no SLO; only of addressed requests"""
+    """seconds, at sending, until the first token is due; None: no SLO; only if `begin_within` is above 0"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):
@@ -263,7 +263,7 @@ class QueueState(Struct, frozen=True, tag=True):
     worker: str = ""
     """instance id of the prefill worker"""
     load: PrefillLoad = PrefillLoad()
-    """its load, including the requests just pulled"""
+    """the prefill worker's load, including the requests just pulled"""
 
 
 class PrefillPrefixes(Struct, frozen=True, tag=True):
@@ -344,7 +344,7 @@ class PrefillDone(Struct, frozen=True, tag=True):
 
 
 RETURNED = "returned"
-"""`PrefillFailed.reason` of an addressed prompt that the worker will not begin, so that any worker may."""
+"""`PrefillFailed.reason` of a prompt that was sent to one worker and that it will not begin, so that any may."""
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):

@@ -19,8 +19,8 @@ class PrefixIndex:
         self._reported: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
         """by worker: block size and stride, and the names in its reports"""
         self._expected: dict[str, dict[bytes, None]] = {}
-        """by worker: names of prompts that it got from this process, and that it has not reported since, oldest first;
-        they are in `_reported`, too"""
+        """by worker: names of prefixes of prompts that this process sent to it, and that it has not reported since, oldest
+        first; the names are in `_reported`, too"""
 
     def __len__(self) -> int:
         """Number of names, counted for each worker."""
@@ -49,8 +49,8 @@ class PrefixIndex:
 
     def expect(self, worker: str, prompt: PromptNames, block_size: int, kv_blocks: int) -> None:
         """Count a prompt's prefixes as cached at the worker that will compute it, before the worker reports them:
-        prompts with a common prefix often come together. The oldest are forgotten if the worker's cache, of `kv_blocks`
-        blocks, cannot hold all, because the worker may never compute or report them."""
+        prompts with a common prefix often come together. The worker may never compute or report some. So the oldest
+        are forgotten if its cache, of `kv_blocks` blocks, cannot hold all."""
         stride = report_stride(kv_blocks)
         shape, reported = self._reported.setdefault(worker, ((block_size, stride), set()))
         expected = self._expected.setdefault(worker, {})

@@ -53,7 +53,7 @@ class Adapter(Struct, frozen=True):
 
 
 class Instance(Struct, frozen=True):
-    """A live process. The record exists exactly as long as the process's lease."""
+    """A live process. The record is under the process's lease, and ends with that lease if not before."""
 
     id: str
     """`<role>-<index>-<boot id>`: a restarted process is a new instance"""
@@ -109,7 +109,7 @@ class Instance(Struct, frozen=True):
 
     @property
     def is_working(self) -> bool:
-        """Whether a prefill worker is connected to NATS and its engine makes progress."""
+        """Of a prefill worker: whether it is connected to NATS, and its engine makes progress."""
         return not (self.queue_lost or self.stalled)
 
     @property
@@ -151,15 +151,15 @@ class NodeFollower(Struct, frozen=True):
 
 class SlotState(Struct, frozen=True):
     """State of a process that a supervisor restarts. The record is under the supervisor's lease, so it outlives the
-    process."""
+    process. A process that may not register writes one under its own lease (`refused`)."""
 
     name: str
     """`decode-0`"""
     role: Role
     host: str = ""
     state: str = "starting"
-    """`starting`, `ready`, `draining`, `waiting to restart` or `stopped`; `refused`, written by a process that may not
-    register (`process/presence.py`)"""
+    """`starting`, `ready`, `draining`, `waiting to restart` or `stopped`; `refused`: it waits because of
+    incompatible processes (`process/presence.py`)"""
     restarts: int = 0
     """since the supervisor started"""
     failed_starts: int = 0

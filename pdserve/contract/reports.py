@@ -1,6 +1,6 @@
 """What each process reports about itself over HTTP (`/watch`), for the dashboard, `pdserve status` and `pdserve trace`.
 
-As in `messages.py`, records carry ages and durations, never times of day. None contains the text of a request.
+As in `messages.py`, records carry ages and durations, never times of day. No record contains the text of a request.
 """
 
 import time
@@ -40,7 +40,7 @@ RECEIPT_LIFETIME = 900.0
 MAX_REPORTED_RECEIPTS = 100
 """Newest receipts in a report. Encoding more would delay the frontend's streams."""
 MAX_DETOURS = 30
-"""Most older receipts that a report has in addition, because they have a detour."""
+"""Most older receipts that a report has in addition, because they have a hop of `DETOURS`."""
 LOST_LIFETIME = 600.0
 """Seconds for which a lost process is reported."""
 POLL_INTERVAL = 1.0
@@ -81,7 +81,7 @@ class Receipt(Struct, frozen=True):
     instances: list[str] = []
     """ids of its decode workers, in order"""
     hops: list[Hop] = []
-    """by start, in seconds from the request's arrival; of the first sequence"""
+    """of the first sequence, ordered by start; a start is in seconds from the request's arrival"""
     trace_id: str = ""
     """empty: not traced"""
     promise: str = ""
@@ -184,7 +184,8 @@ class ProcessReport(Struct, frozen=True):
     ticks: list[Tick] = []
     """of a frontend: newest last"""
     receipts: list[Receipt] = []
-    """of a frontend, newest first: `MAX_REPORTED_RECEIPTS`, and up to `MAX_DETOURS` older ones with a detour"""
+    """of a frontend, newest first: `MAX_REPORTED_RECEIPTS`, and up to `MAX_DETOURS` older ones with a hop of
+    `DETOURS`"""
     outages: list[Outage] = []
     gone: list[LostProcess] = []
     """of a frontend"""

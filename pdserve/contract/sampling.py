@@ -24,8 +24,8 @@ MAX_LOGPROBS = 20
 
 def can_split_after_first_token(params: Any) -> bool:
     """Return whether one engine may sample the first token and another the rest. This excludes the parameters of
-    `stateful_parameter` and of vLLM's plugins, more than `MAX_LOGPROBS` logprobs, and seeded sampling, because its
-    tokens share random numbers."""
+    `stateful_parameter` and of vLLM's plugins, more than `MAX_LOGPROBS` logprobs, and seeded sampling, whose tokens
+    share one sequence of random numbers."""
     is_seeded = params.seed is not None and params.temperature != 0
     is_small = 0 <= (params.num_logprobs or 0) <= MAX_LOGPROBS
     return is_small and not (is_seeded or params.extra_args or stateful_parameter(params))

@@ -17,9 +17,9 @@ MIN_SECONDS, MAX_SECONDS = 0.001, 3600.0
 TTFT_UNCERTAINTY = 0.4
 """Relative uncertainty of a predicted TTFT (0.4 = +-40 %), because other requests arrive meanwhile."""
 GAP_VARIATION = 0.3
-"""Part of the longest of several steps with a prefill chunk by which their mean may be shorter."""
+"""Share by which the mean of several steps with a prefill chunk may be below the longest of them."""
 MIN_MISS_DIFFERENCE = 0.05
-"""Smallest difference in expected SLO misses that alone decides between workers, or for remote prefill."""
+"""From this difference in expected SLO misses on, the misses alone decide: which worker, or for remote prefill."""
 OFF = "off"
 """Value of a live setting: no SLO."""
 DURATION = f"a duration with its unit, 1ms to {MAX_SECONDS:g}s, as in 500ms or 2s"

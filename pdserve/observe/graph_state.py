@@ -72,9 +72,10 @@ class GraphState(Struct, frozen=True):
     moments: list[Moment]
     """The oldest first."""
     receipts: list[Receipt]
-    """The newest first: `MAX_REPORTED_RECEIPTS`, then up to `MAX_DETOURS` older ones with a detour."""
+    """The newest first: `MAX_REPORTED_RECEIPTS`, then up to `MAX_DETOURS` older ones with a fallback or
+    migration."""
     outages: dict[str, list[Outage]]
-    """By id of the instance that reports them, or name of another process that reads the graph's state."""
+    """By who reports them: an instance's id, or a name that `pdserve status` gives, such as `the supervisor`."""
     gone: list[LostProcess]
     """Processes whose lease ended without a drain, the newest loss first."""
 
@@ -86,7 +87,7 @@ def graph_state(
     settings: Mapping[str, str],
     watched: Mapping[str, ProcessReport],
 ) -> GraphState:
-    """`watched`: reports by instance id, without processes that did not respond. Pure."""
+    """`watched`: the reports of processes that responded, by instance id or by the name of another reporter. Pure."""
     loads = [reported.load for reported in watched.values()]
     ordered = sorted(instances, key=lambda instance: sort_key(instance.role, instance.id))
     receipts = [receipt for reported in watched.values() for receipt in reported.receipts]
@@ -203,7 +204,7 @@ def _moment(ticks: Sequence[Tick], age: float) -> Moment:
 
 @lru_cache(8 * MAX_TICKS)
 def _quantiles(counts: tuple[tuple[int, ...], ...]) -> tuple[float | None, float | None]:
-    """p50 and p95 of all counts, without those of other versions of pdserve, which have other buckets. Cached, because
+    """p50 and p95 of all counts, without those that an older version of pdserve made with other buckets. Cached, because
     each reading of the graph's state computes the last minutes again."""
     known = [each for each in counts if len(each) == len(BUCKETS) + 1]
     total = list(map(sum, zip(*known, strict=True)))

@@ -1,8 +1,8 @@
 """The log format of pdserve's processes, and of vLLM's processes below them.
 
 Text is one line per record, `2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: message`, with
-continuation lines for tracebacks; JSON is one object per line. vLLM configures its own processes by the file in
-VLLM_LOGGING_CONFIG_PATH, whose `handler` reads name, format and levels from the environment.
+continuation lines for tracebacks; JSON is one object per line. vLLM configures its own processes by the file that
+VLLM_LOGGING_CONFIG_PATH names. That file uses `handler`, which reads name, format and levels from the environment.
 """
 
 import json
@@ -64,7 +64,7 @@ def setup(name: str, level: str = "INFO", fmt: str = "text", vllm_level: str = "
     importing vLLM. `fmt` is `text` or `json`."""
     os.environ |= {"PDSERVE_LOG_NAME": name, "PDSERVE_LOG_LEVEL": level, "PDSERVE_LOG_FORMAT": fmt}
     os.environ |= {"VLLM_LOGGING_LEVEL": vllm_level, "VLLM_LOGGING_CONFIG_PATH": str(_CONFIG)}
-    if level != "DEBUG":  # warnings that libraries address to developers
+    if level != "DEBUG":  # hide warnings that libraries mean for developers
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         warnings.simplefilter("ignore")
     logging.config.dictConfig(json.loads(_CONFIG.read_text()))
@@ -193,11 +193,11 @@ def parse(raw: str, name: str) -> LogLine:
             return LogLine(time_, _LETTERS[level], own_name, logger, message)
         except (ValueError, LookupError, TypeError):  # JSON of another program
             pass
-    if raw.startswith('{"level":'):  # etcd's
+    if raw.startswith('{"level":'):  # a record of etcd
         with suppress(ValueError, LookupError, TypeError):
             record = json.loads(raw)
             message = ": ".join(filter(None, (record["msg"], record.get("error"))))
-            level = _LETTERS.get(record["level"].replace("warn", "warning"), "E")  # E: panic, fatal
+            level = _LETTERS.get(record["level"].replace("warn", "warning"), "E")  # panic and fatal become E
             return LogLine(stamp(), level, name, "", message)
     return LogLine(stamp(), _guess_level(raw), name, "", raw)
 

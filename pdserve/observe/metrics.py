@@ -1,5 +1,5 @@
-"""All Prometheus metrics (docs/metrics.md), in seconds and bytes, and merging the metrics pages of several
-processes."""
+"""All Prometheus metrics (docs/metrics.md), in seconds and bytes, and `MergedPage`, which merges the metrics pages of
+several processes."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -75,7 +75,7 @@ class Node(Struct, frozen=True):
 
 class Problem(Struct, frozen=True):
     level: str
-    """`bad`: requests fail, wait or take detours now; `warn`: they recently did, or soon may; `info`."""
+    """`bad`: requests fail, wait or are served in another way now; `warn`: they recently were, or soon may be; `info`."""
     text: str
     """A sentence without a full stop."""
     about: list[str] = []
@@ -112,8 +112,8 @@ def nodes(state: GraphState, now: float) -> list[Node]:
 
 
 def readiness(state: GraphState, processes: Sequence[Node]) -> dict[tuple[str, str], bool]:
-    """By slot and host: whether the slot's processes of all models are ready. Draining processes are left out, and lost
-    processes that no other has replaced are not ready. `processes`: the state's `nodes`."""
+    """By slot and host: whether the slot's processes of all models are ready. Draining processes are left out. Lost
+    processes that no other has replaced count as not ready. `processes`: the state's `nodes`."""
     found = {_place(node): node.state == READY for node in processes if node.state != DRAINING}
     found |= {
         (slot_name(each.id), each.host, each.model): False
@@ -196,7 +196,7 @@ def _why_silent(node: Node, etcd_away: bool) -> str:
 def _processes(
     processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[LostProcess], etcd_away: bool
 ) -> Iterator[Problem]:
-    """`lost`: by slot, the reasons of recent migrations from it. Slots without a process are reported last."""
+    """`lost`: by slot, the reasons of recent migrations from its worker. Slots without a process are reported last."""
     left = dict(lost)
     for node in processes:
         if problem := _process(node, left.pop(_place(node)[0], []), etcd_away):

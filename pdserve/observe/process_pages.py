@@ -1,4 +1,4 @@
-"""The HTTP pages of each process (metrics, reports, liveness, readiness), and functions to read those of many
+"""The HTTP pages of each process (metrics, reports, liveness, readiness), and functions that read the pages of many
 processes. The pages are read-only, have no text of requests, and are open to all that reach `Graph.host`. On loopback,
 requests whose Host header names another machine (DNS rebinding) are refused."""
 

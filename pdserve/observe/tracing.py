@@ -59,7 +59,7 @@ class TracedSpan:
         self._span.end(_ns(self._ahead + at))
 
     def add_hops(self, hops: Iterable[Hop], zero: float) -> None:
-        """Add hops as child spans, and detours as events. `zero`: the time from which their starts count."""
+        """Add hops as child spans, and those of `DETOURS` as events. `zero`: the time from which their starts count."""
         for hop in hops:
             start, attributes = zero + hop.start, {"pdserve.instance": hop.instance, "pdserve.why": hop.why}
             if hop.name in DETOURS:

@@ -166,7 +166,7 @@ class EngineWatch:
         self.on_change()
 
     async def _gpus_compute(self) -> bool:
-        """Whether a GPU of the engine computes, because vLLM's processes use no CPU time while they wait for it
+        """Whether a GPU of the engine computes. vLLM's processes use no CPU time while they wait for a GPU
         (`cudaEventBlockingSync`). True also if NVML does not reply within a tick."""
         if not self._gpus:
             return False

@@ -75,7 +75,7 @@ class PrefillSpeed:
 
 def decayed(value: float | None, age: float, other: float | None) -> float | None:
     """Move a value that was measured `age` seconds ago towards `other`, the time of the alternative path, if the value
-    is worse. The path may have become faster since, and only another try shows it. A better value stays."""
+    is worse. The measured path may have become faster, and only another try shows that. A better value stays."""
     if value is None or other is None or value <= other:
         return other if value is None else value
     return other + (value - other) * float(0.5 ** (age / HALF_LIFE))

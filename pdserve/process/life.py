@@ -164,8 +164,8 @@ class Service(ABC):
         return ProcessReport()
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
-        """Receipts of running and finished requests, newest first; if given, only of the API key named `key`, and of
-        `request_id`."""
+        """Receipts of running and finished requests, newest first: of the API key named `key` (None: of all), and of
+        `request_id` (empty: of all)."""
         return []
 
     async def engine_died(self, death: EngineDead) -> None:
@@ -184,7 +184,7 @@ def run(config: Config, slot: Slot, beat: Beat | None = None) -> int:
 
 def exit_code(name: str, error: Exception) -> int:
     """Log why the role ended, without a traceback for pdserve's own errors. Return its exit code: 2 for a wrong
-    configuration (the supervisor does not restart the role), `ENGINE_KILLED`, or 1."""
+    configuration (the supervisor does not restart a role that was never ready), `ENGINE_KILLED`, or 1."""
     causes = leaf_errors(error)
     if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:

@@ -5,7 +5,7 @@ engine. vLLM itself waits half an hour for a host that never starts, and for eve
 
 The leader registers and waits for a follower of each node rank; a follower joins a waiting leader. The leader then
 chooses the followers, and all start their ranks; other followers wait for another leader. When a host is lost, the
-worker ends on all hosts. Their managers restart them, and they meet again at another port."""
+worker ends on all hosts. systemd, Slurm or Kubernetes restarts its processes, which meet again at another port."""
 
 import asyncio
 import logging

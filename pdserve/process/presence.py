@@ -163,6 +163,7 @@ class Presence:
         self.changed = asyncio.Event()
         """Set it to write a change of `queue_lost` or `stalled` at once."""
         self._newcomer = False
+        """Whether `warm_up` wrote a key under `keys.NEWCOMERS`."""
         self.announced = asyncio.Event()
         self._left = False
         self._writing = asyncio.Lock()
@@ -185,8 +186,8 @@ class Presence:
             await self._registry.delete(keys.slot(slot))
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
-        """Register the worker as a newcomer, which only workers of the other role use, and run `warm` with them for at
-        most `WARM_UP_WITHIN` seconds, since any of them may hang.
+        """Register the worker as a newcomer: it does not serve yet, and only workers of the other role warm up with it.
+        Then run `warm`, its own warm-ups with them, for at most `WARM_UP_WITHIN` seconds, since any of them may hang.
 
         Of two workers that start together, at least one sees the other, because each first waits for its own record."""
         self._newcomer = True
@@ -219,7 +220,7 @@ class Presence:
         await self.set_card(self._card)
         self._refresh()
         await self._write()
-        if self._newcomer:  # without such a key, deleting would only wait for etcd
+        if self._newcomer:  # a process that did not warm up has no such key, and would only wait for etcd
             await self._registry.delete(keys.newcomer(self.instance))
         self.announced.set()
 

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 _HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 STOPPERS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
-"""From a supervisor, from Ctrl-C, and from a closed terminal, unless `nohup` made this process ignore that."""
+"""From a supervisor, from Ctrl-C, and from a closed terminal (unless `nohup` made this process ignore that signal)."""
 SUPERVISOR_DIED = signal.SIGUSR1
 """From the kernel when the supervisor ends. It ends a role that still starts and has no handler yet; a ready role waits
 for SIGTERM from the supervisor's guardian."""

@@ -128,7 +128,7 @@ class WorkerAdapters:
                     await self._engine.unload_adapter(id)
                     raise ConfigError([f"the files of {adapter.path} changed while they were loaded"])
             return replace(adapter, id=id)
-        except Exception as error:  # any error of its path or its files
+        except Exception as error:  # any error of the adapter's path or files
             reraise_fatal(error)
             return replace(adapter, id=0, problem=(str(error) or repr(error))[:MAX_PROBLEM])
 

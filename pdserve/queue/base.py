@@ -32,7 +32,7 @@ class Delivery:
         self.queued = queued
         """seconds in the queue, by the server's clock; 0 if the server does not report its time"""
         self.state: QueueState | None = None
-        """state after the pull, for `PrefillStarted`"""
+        """the queue's state after the pull, for `PrefillStarted`"""
         self.deadline = time.monotonic() + request.timeout - queued
         """monotonic time until which the decode worker waits for the answer"""
 
@@ -83,8 +83,8 @@ class PrefillQueue(Lifetime):
     @property
     @abstractmethod
     def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
-        """By prefill worker's id: the load that it sent last, and the monotonic time of its arrival. It may be wrong by
-        `reports.BACKLOG_ERROR`, and by what the worker has pulled since. Workers that have ended may stay for a
+        """By prefill worker's id: the load that it sent last, and the monotonic time of its arrival. The load may be
+        off by `reports.BACKLOG_ERROR`, and by what the worker has pulled since. Workers that have ended may stay for a
         while."""
 
     # decode side
@@ -97,12 +97,12 @@ class PrefillQueue(Lifetime):
     @abstractmethod
     async def publish(self, request: PrefillRequest) -> None:
         """Return when the server has stored the request. Raises QueueFull, and QueueUnavailable also if the server did
-        not confirm in time; the request is then withdrawn when the server is back."""
+        not confirm in time. An unconfirmed request is withdrawn when the server is back."""
 
     @abstractmethod
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
-        """Yield the answers to the requests of decode worker `instance`, after updating `depth` and `loads` by their
-        queue states; undecodable ones are logged and skipped."""
+        """Yield the answers to the requests of decode worker `instance`. The queue state in an answer first updates
+        `depth` and `loads`. Undecodable answers are logged and skipped."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None: ...
@@ -119,18 +119,19 @@ class PrefillQueue(Lifetime):
     @abstractmethod
     async def listens(self, worker: str) -> bool:
         """Whether this prefill worker may be alive: false only if the server reports that nothing listens for
-        requests to it. Raises TimeoutError if it listens but does not answer."""
+        requests to this worker. Raises TimeoutError if the worker does not answer in time."""
 
     # prefill side
 
     @abstractmethod
     async def expect_addressed(self, instance: str) -> None:
-        """Listen for requests to prefill worker `instance`. After the return `address` reaches it. Does not fail while
-        the server is away."""
+        """Listen for the requests that `address` sends to prefill worker `instance`. Once this has returned, they
+        arrive, unless the server is away. Then this raises nothing, and they arrive when the server is back."""
 
     @abstractmethod
     def addressed(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        """Yield the requests to prefill worker `instance`; undecodable ones are logged and skipped."""
+        """Yield the requests that `address` sent to prefill worker `instance`. Undecodable ones are logged and
+        skipped."""
 
     @abstractmethod
     async def report_prefixes(self, changed: PrefillPrefixes) -> None:
@@ -144,7 +145,7 @@ class PrefillQueue(Lifetime):
 
     @abstractmethod
     def load_changed(self, worker: Puller) -> None:
-        """Report the load of `worker` as after a pull, because it got a request that bypassed the queue."""
+        """Report the load of `worker` as a pull does. Call it when `worker` got a request that bypassed the queue."""
 
     @abstractmethod
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...

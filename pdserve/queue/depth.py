@@ -1,8 +1,8 @@
 """The depth of the prefill queue, which a process computes without asking the server, and the load of prefill workers.
 
 The stream numbers the stored requests: 1, 2, 3, … A decode worker learns the sequence numbers of its own requests when
-they are stored, and the queue state when they are pulled. Prefill workers broadcast it only while requests wait
-(`reports.py`), so without a report others' requests count as pulled.
+they are stored, and the queue state when they are pulled. Prefill workers broadcast this state only if
+others need it (`reports.py`). Without a broadcast, other processes' requests count as pulled.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,16 +43,16 @@ class QueueDepth:
         return replace(self, own=self.own | {sequence})
 
     def reported(self, state: QueueState) -> "QueueDepth":
-        """Update for a prefill worker's pull. A lower sequence than the known one is a redelivery or late, and is
-        ignored."""
+        """Update for a prefill worker's pull. A report with a lower sequence than the known one is late, or of a
+        redelivery, and is ignored."""
         end = state.delivered_seq + state.pending
         if (state.delivered_seq, end) < (self.delivered, self.end):
             return self
         return self._up_to(state.delivered_seq, state.pending, end)
 
     def synced(self, stored: int, state: QueueState, asked: "QueueDepth") -> "QueueDepth":
-        """Update from the server: `stored` is the stream's last sequence, read before `state`, and `asked` is the depth
-        before both."""
+        """Update from the server: `stored` is the stream's last sequence, read before `state`, and `asked` is this
+        object as it was before both reads."""
         end = max(stored, state.delivered_seq + state.pending)
         if end < asked.last or state.delivered_seq < asked.delivered:
             return QueueDepth(state.delivered_seq, state.pending, end)  # NATS lost its data: a new stream

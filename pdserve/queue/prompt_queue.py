@@ -14,7 +14,7 @@ from pdserve.contract.slo import is_flex
 T = TypeVar("T")
 
 MAX_LATE = 10.0
-"""Seconds after its deadline from which on a request no longer lets others pass, so that it does not starve."""
+"""A request that is this many seconds past its deadline no longer lets others pass, so that it does not starve."""
 
 
 def is_late(due: float, needs: float, now: float) -> bool:
@@ -71,7 +71,8 @@ class PromptQueue(Generic[T]):
         return ((name, queue) for name, queue in self._queues.items() if not is_flex(name))
 
     def _next(self, now: float) -> tuple[str, _Waiting[T]]:
-        """The first request, client by client, that is not late; if all are late, the first one."""
+        """The first request, client by client, that is not late; if all are late, the first one. Flex requests count
+        only if there are no others."""
         queues = list(self._regular()) or list(self._queues.items())
         for client, queue in queues:
             for waiting in queue:

@@ -1,9 +1,9 @@
 """Decides when a prefill worker broadcasts its queue state. Pure: callers pass the time.
 
-The decode worker whose request was pulled gets the state with `PrefillStarted`. The others need it only if it
-changes their decisions. So a report is sent `interval` seconds after a pull, and only if the queue or the worker's
-backlog is then not what they expect. A prompt that is done by then is never reported. With many active prefill workers,
-the interval is longer (`MAX_RATE`). See docs/decisions/0126-reports-at-a-bounded-rate.md."""
+The decode worker whose request was pulled gets the state with `PrefillStarted`. Others need the state only
+if it changes their decisions. So a report is sent `interval` seconds after a pull, and only if the queue, or the
+worker's backlog or speed, is then not what others expect. A prompt that is done by then is never reported. With many
+active prefill workers, the interval is longer (`MAX_RATE`). See docs/decisions/0126-reports-at-a-bounded-rate.md."""
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ from pdserve.util.lru import LruDict
 INTERVAL = 0.1
 """Seconds from a pull to its report, and between two reports of a worker, at least."""
 MAX_RATE = 50.0
-"""Reports a second of all prefill workers together, about."""
+"""Reports per second of all prefill workers together, approximately and at most."""
 BACKLOG_ERROR = 0.05
 """Seconds by which decode workers may be wrong about a prefill worker's backlog."""
 SPEED_ERROR = 0.25
@@ -36,7 +36,7 @@ class StateReports:
         self._last: LruDict[tuple[QueueState, float]] = LruDict(MAX_WORKERS)
         """By prefill worker: its last report, and when."""
         self._asking: LruDict[float] = LruDict(MAX_WORKERS)
-        """By decode worker: when this worker last pulled a prompt of it."""
+        """By decode worker: when this prefill worker last pulled one of its prompts."""
 
     def reported(self, state: QueueState, now: float) -> None:
         """Record a broadcast of any prefill worker, this one included."""
@@ -56,8 +56,9 @@ class StateReports:
 
     def next(self, state: QueueState, now: float) -> QueueState | None:
         """Return the report of `state`, which is this worker's own after a pull; None if decode workers do not need it.
-        Until the next report, a decode worker subtracts the time that passes, but does not hear of prompts that this
-        worker pulls for other decode workers. So half an interval of work is added, times the share of the others."""
+        Until the next report, a decode worker subtracts the passing time from the backlog, but does not hear of prompts
+        that this worker pulls for other decode workers. So half an interval of work is added, times the share of the
+        other decode workers."""
         load, asking = state.load, sum(at > now - ACTIVE for at in self._asking.values())
         if load.tokens and load.token_seconds and asking > 1:
             more = self.interval(now) / 2 * (1 - 1 / asking)
@@ -65,7 +66,8 @@ class StateReports:
         return state if self._queue_moved(state, now) or self._load_changed(state, now) else None
 
     def _queue_moved(self, state: QueueState, now: float) -> bool:
-        """Whether prompts wait now or did at the last report of the queue, unless that report is recent."""
+        """Whether a prompt was pulled since the last report of the queue, and prompts wait now or did then. False for
+        `INTERVAL` seconds after that report."""
         moved = state.delivered_seq > self._queue.delivered_seq and (state.pending or self._queue.pending)
         return bool(moved) and now - self._queue_at >= INTERVAL
 

@@ -28,8 +28,8 @@ class Registry(Lifetime):
     if the old one has expired, and every watch yields the differences, deletions included. `connected` shows the
     outage.
 
-    A leased key exists until its process deletes it: if another process deletes or overwrites it, or revokes its lease,
-    it is written again.
+    A leased key exists until its process deletes it or ends. It is written again if another process deletes it,
+    overwrites it, or revokes its lease.
     """
 
     patient: bool = False
@@ -46,14 +46,14 @@ class Registry(Lifetime):
 
     @abstractmethod
     async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
-        """Write a key. A leased key is written until the server accepts it. For an unleased key (a setting) raises
-        RegistryUnavailable during an outage, if the server refuses the value, and if this process no longer owns the
-        key `holding`, which it created."""
+        """Write a key. The write of a leased key is repeated until the server accepts it. For an unleased key (a setting)
+        raises RegistryUnavailable during an outage, if the server refuses the value, and if this process no longer owns
+        the key `holding`, which it created."""
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> bool:
         """Atomically write a leased key unless it exists. Of concurrent calls in any processes, exactly one returns
-        True. The process owns the key until it deletes the key, or its lease expires during an outage; the key is not
+        True. The process owns the key until it deletes the key, or its lease expires during an outage. The key is never
         written again. Raises RegistryUnavailable during an outage, and if the server refuses the value. The key then
         does not exist, or not for long."""
 

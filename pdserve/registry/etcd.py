@@ -244,7 +244,7 @@ class EtcdRegistry(Registry):
 
     async def _register(self, session: EtcdSession) -> None:
         """Write every leased key that is missing under the session's lease. Keys under an earlier lease of this process
-        expire with it."""
+        expire with that lease."""
         async with self._writing:
             for key in self._deleted:
                 await session.delete_own(self._root + key)

@@ -168,7 +168,7 @@ class EtcdSession:
             await asyncio.gather(answer, failed, return_exceptions=True)
 
     async def watch(self, root: str, prefixes: Iterable[str], revision: int) -> AsyncIterator[list[Change]]:
-        """Raises SessionLost also if only this watch ended: it was compacted, or cancelled by the server."""
+        """Raises SessionLost also if only this watch ended: its revision was compacted, or the server cancelled it."""
         if self.lost.is_set():  # the channel is None
             raise self._fail("the session was closed")
         call = rpc.WatchStub(self._client.channel).Watch()

@@ -6,7 +6,7 @@ INSTANCES = "instances/"
 CARDS = "models/"
 SETTINGS = "settings/"
 NEWCOMERS = "newcomers/"
-"""Workers that do not serve yet, for the workers that warm up with them."""
+"""Workers that do not serve yet, for workers of the other role, which warm up with them."""
 SLOTS = "slots/"
 LEADERS, FOLLOWERS = "leaders/", "followers/"
 """Hosts of a worker that spans hosts, by the worker's name and group (`process/nodes.py`: `meeting_place`)."""
@@ -17,7 +17,7 @@ LOADING = "loading/"
 CLAIMS = "claims/"
 """Locks on adapter names, under the frontend's lease, because a name is unique among all models."""
 FILE = "file"
-"""Path of the file for which the live settings were set, if `serve` runs its own etcd."""
+"""Path of the graph's YAML file, for which the live settings were set, if `serve` runs its own etcd."""
 
 
 def instances(role: Role) -> list[str]:

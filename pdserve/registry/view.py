@@ -98,7 +98,7 @@ class RegistryView(Lifetime):
             yield
 
     def instances(self, role: Role | None = None, model: str | None = None) -> list[Instance]:
-        """Return the live instances with this role's work, including draining ones. A frontend's model is ''."""
+        """Return the live instances that do this role's work, including draining ones. A frontend's model is ''."""
         found = self._cached.get((role, model))
         if found is None:
             found = self._cached[role, model] = [
@@ -228,7 +228,7 @@ class RegistryView(Lifetime):
             replaced = counts[_kind(lost)] >= before
             if replaced or time.monotonic() - since > LOST_LIFETIME:
                 del self._lost[lost.id]
-                # not if the id is registered again: only its lease had expired
+                # an instance that is registered again was not replaced: only its lease had expired
                 self.replaced[_kind(lost)] += replaced and lost.id not in ids
 
 

@@ -126,7 +126,8 @@ _process_owner: ContextVar[TaskOwner | None] = ContextVar("pdserve_process_owner
 
 @asynccontextmanager
 async def process_owner() -> AsyncIterator[None]:
-    """On leaving, cancel every task that any TaskOwner started since, also of objects that were not left."""
+    """On leaving, cancel every task that any TaskOwner started since the entry, also those of objects that were not
+    left."""
     async with TaskOwner() as owner:
         token = _process_owner.set(owner)
         try:

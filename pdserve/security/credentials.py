@@ -103,7 +103,7 @@ class Credentials:
 
 
 def _open_to_others(key: os.stat_result) -> bool:
-    """Whether other users can read or replace the key. A group may read a file that root or another user owns, as in
+    """Whether other users can read or change the key. Its group may read it if root or another user owns it, as in
     Kubernetes' Secrets (root:fsGroup, mode 0440)."""
     may_have_group = key.st_uid != os.geteuid() or (key.st_uid == 0 and key.st_gid != 0)
     return bool(key.st_mode & (0o037 if may_have_group else 0o077))
@@ -131,7 +131,7 @@ def create(
     folder: Path, hosts: Iterable[str] = LOCAL_HOSTS, valid: timedelta | None = VALIDITY
 ) -> Credentials:
     """Replace the folder by one with a new authority and a node certificate, valid also for `hosts`. Only this user can
-    read it. The authority's key is not kept, so a new certificate means a new folder on all hosts. With `valid` None
+    read it. The authority's key is not kept, so it cannot sign another certificate: all hosts need the new folder. With `valid` None
     the certificates never expire, even if the clock is set during a run. Raises OSError, and ValueError for
     an invalid host name."""
     folder.parent.mkdir(parents=True, exist_ok=True)

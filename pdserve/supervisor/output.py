@@ -52,7 +52,7 @@ class ProcessOutput:
 
     @contextmanager
     def capture_logging(self) -> Iterator[Self]:
-        """Also show the log records of this process; close on leaving."""
+        """Show the log records of this process, too. On leaving, close this output."""
         root = logging.getLogger()
         before = root.handlers[:], root.level
         root.handlers[:] = [_Handler(self)]
@@ -114,7 +114,7 @@ class TerminalWriter:
 
 
 def _unbuffered(stream: TextIO) -> TextIO:
-    """The stream without a buffer, whose lock a blocked thread would hold at the end of the process."""
+    """The stream without its buffer: a blocked thread would keep the buffer's lock, and the process could not exit."""
     try:
         raw = FileIO(stream.fileno(), "w", closefd=False)
     except OSError:  # a stream in memory

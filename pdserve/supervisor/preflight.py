@@ -27,7 +27,7 @@ ETCD_SPACE = 160 * MIB
 
 def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) -> Iterator[tuple[str, str]]:
     """Why `serve` would refuse the graph now: a subject (`state`, `disk`, `ports`) and a sentence. Ports may be in use
-    by a running graph of this file, by its standalone roles on this host, and by the processes `ours` (pids)."""
+    by the running graph of this file, by roles of this file that run without `serve`, and by `ours` (pids)."""
     running, problem = running_graph(config)
     if problem:
         yield "state", problem
@@ -54,8 +54,8 @@ def running_graph(config: Config) -> tuple[set[int], str]:
 
 @contextmanager
 def hold_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
-    """Reserve the graph's fixed ports on this machine by an abstract Unix socket named after each, because its
-    processes listen only seconds later, and with SO_REUSEPORT frontends of two graphs could share a port. Raises
+    """Reserve the graph's fixed ports on this machine: bind an abstract Unix socket named after each port. The graph's
+    processes listen only seconds later, and with SO_REUSEPORT, frontends of two graphs could share a port. Raises
     ConfigError if a port is busy or reserved, or the disk is full. All graphs reserve in the same order, so that one of
     two that start together gets all ports."""
     if refused := [text for _, text in _refused_now(config, slots)]:
@@ -76,7 +76,9 @@ def _refused_now(
     if config.etcd is None and not etcd_runs and (text := _disk(config)):
         yield "disk", text
     try:
-        claims = defaultdict[str, set[int]](set)  # several pids: a forked child has its parent's sockets too
+        claims = defaultdict[str, set[int]](
+            set
+        )  # a socket may have several pids: a forked child shares its parent's
         for each in psutil.net_connections("unix"):
             claims[str(each.laddr).removeprefix("@")].add(each.pid or 0)
         yield from (("ports", text) for text in busy_ports(_fixed_ports(config, slots), ours, claims))

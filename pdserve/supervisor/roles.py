@@ -173,7 +173,7 @@ class RoleSupervisor:
     async def _start(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
-        """Wait until all roles are settled and frontends lack nothing, logging what is missing, and call `on_ready`."""
+        """Log what is missing until all roles are settled and frontends lack nothing. Then call `on_ready`."""
         with isolate_errors("start report"):
             async with asyncio.TaskGroup() as group:
                 reminding = group.create_task(self._remind())

@@ -117,7 +117,7 @@ async def _serve(
 def _fork_server(
     config: Config, slots: Sequence[Slot], output: ProcessOutput, guardian: Guardian
 ) -> ForkServer | None:
-    """The fork server if several processes import vLLM, and none uses a GPU, on which it was never tried."""
+    """The fork server; None if fewer than two processes import vLLM, or if one uses a GPU (never tried)."""
     frontends = [slot for slot in slots if slot.role is Role.FRONTEND]
     workers = [
         slot for slot in slots if slot not in frontends and worker_config(config, slot).engine == "vllm"
@@ -125,7 +125,7 @@ def _fork_server(
     if len(frontends) + len(workers) < 2 or any(slot.gpus for slot in slots):
         return None
     modules = [*(WORKER_MODULES if workers else ()), *(FRONTEND_MODULES if frontends else ())]
-    # the workers' threads are alike
+    # libraries read their numbers of threads at import; these are the same for all workers
     env = {**(workers[0].env if workers else {}), **_common_environment(), KEYS_VARIABLE: ""}
     room = len(str(to_environment(config, slots[0]))) + len(os.environ.get(KEYS_VARIABLE, ""))
     return ForkServer(modules, env, room, partial(output.line, "fork-server"), guardian)
@@ -177,7 +177,7 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[s
         **to_environment(graph.serving(config), slot),
         **_common_environment(),
         SOCKETS_VARIABLE: str(config.state_dir),  # each process gets a folder of its own there
-        **({} if slot.role is Role.FRONTEND else {KEYS_VARIABLE: ""}),  # not for workers
+        **({} if slot.role is Role.FRONTEND else {KEYS_VARIABLE: ""}),  # workers get no API keys
     }
 
 

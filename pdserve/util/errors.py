@@ -89,7 +89,7 @@ class Overloaded(PdserveError):
 
 class EngineDead(PdserveError):
     """The engine died. `crashed`: by itself, so one of its running requests may be the cause. `killed`: by a signal
-    from outside. Neither: it hangs, or lost another host."""
+    from outside. Neither: for example, it hangs, or another of its hosts was lost."""
 
     status = 503
 

@@ -16,7 +16,7 @@ from pdserve.util.errors import ConfigError
 
 _FIRST, _LAST = 15000, 30000
 """Range of `free_port`. It is below the ephemeral ports of Linux (32768 and up), because an outgoing connection may
-take an ephemeral port while its server is down, and a client could even connect to itself there."""
+take a server's ephemeral port while that server is down, and a client could even connect to itself there."""
 _TRIES = 1000
 _MAX_CLAIMS = 256
 """Most port claims that this process holds; a further claim ends the oldest."""

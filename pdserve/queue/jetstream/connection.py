@@ -63,8 +63,8 @@ class SubjectMessages:
 
 
 class NatsConnection(Lifetime):
-    """`prepare` sets up each new client before it counts as connected; if it fails, the connection fails.
-    `outage_effect` is the log's text for what an outage means.
+    """`prepare` sets up each new client before the client counts as connected; if `prepare` fails, another client is
+    tried. `outage_effect` is the log's text for what an outage means.
 
     Entering returns after the first attempt, successful or not. It raises the ConfigError of `prepare`, and one if the
     server and `tls` do not match.
@@ -119,7 +119,7 @@ class NatsConnection(Lifetime):
         return self._client
 
     async def client_until(self, ends: float) -> Client | None:
-        """Return the present client, or a new one that connects before monotonic time `ends`; None if none does."""
+        """Return the present client, or the next one; None if no client is connected by monotonic time `ends`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ends - time.monotonic()):
                 await self._has_client.wait()
@@ -134,8 +134,8 @@ class NatsConnection(Lifetime):
             self._has_client.clear()
 
     async def unless_lost(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call of the present client. Raises ConnectionClosedError when the client is lost; nats-py would wait
-        for the reply."""
+        """Await a call of the present client. Raises ConnectionClosedError when the client is lost; nats-py alone
+        would still wait for the reply."""
         assert self.lost is not None
         task = asyncio.ensure_future(call)
         either: set[asyncio.Future[Any]] = {task, self.lost}
@@ -220,7 +220,7 @@ class NatsConnection(Lifetime):
         self._logged_problem = problem
 
     async def _use(self, client: GraphClient, tried: "asyncio.Future[None]") -> None:
-        """Connect and return when the connection is lost. Raises if it could not be made."""
+        """Connect, and return when the connection is lost. Raises if connecting fails."""
         lost = self.lost = asyncio.get_running_loop().create_future()
 
         async def on_closed() -> None:

@@ -24,7 +24,7 @@ MAX_SILENCE = 1.5
 """Seconds without a heartbeat after which the consumer's leader counts as lost."""
 _NO_MESSAGES, _TIMED_OUT, _HEARTBEAT = "404", "408", "100"
 _MOVED = ("Leadership Change", "Server Shutdown")
-"""Status descriptions of a consumer that another server continues."""
+"""Status descriptions that mean: another server takes over the consumer."""
 
 
 class ConsumerMissing(Exception):
@@ -38,7 +38,7 @@ class PullConsumer:
     the protocol itself: it publishes a request with a reply subject, and reads messages and status headers there.
 
     The reply subject is reused if the request ended with a message or a status. An abandoned request's subject is
-    unsubscribed, so that the server gives its messages to another worker.
+    unsubscribed, so that its messages go to another worker.
     """
 
     def __init__(self, connection: NatsConnection, stream: str, consumer: str) -> None:
@@ -89,7 +89,7 @@ class PullConsumer:
         self, replies: "asyncio.Queue[Msg | None]", batch: int, within: float, messages: list[Msg]
     ) -> bool:
         """Collect messages. Return whether the reply is complete: false after `within` seconds of silence, or if the
-        connection is lost after a message. Raises QueueUnavailable if it is lost before."""
+        connection is lost after a message. Raises QueueUnavailable if it is lost before the first message."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within) as silence:
                 while len(messages) < batch:
@@ -115,8 +115,9 @@ class PullConsumer:
         replies: "asyncio.Queue[Msg | None]",
         messages: list[Msg],
     ) -> None:
-        """Abandon a request and give its messages, also those still arriving, to another worker. nats-py may send its
-        first ping before the UNSUB, so only after `flush` does drain()'s ping prove that the server has it."""
+        """Abandon a request and give its messages, also those still arriving, to another worker. nats-py may send a
+        first ping before the UNSUB: that of `flush`. The ping of `drain` comes after it, and proves that the server has
+        the UNSUB."""
         with suppress(nats.errors.Error, QueueUnavailable, TimeoutError):
             async with asyncio.timeout(ABANDON_TIMEOUT):
                 await client._send_unsubscribe(subscription._id)

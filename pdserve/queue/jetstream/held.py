@@ -31,7 +31,7 @@ class HeldCounts:
         self._own = 0
         self._changed = asyncio.Event()
         self._others: LruDict[tuple[int, float]] = LruDict(_MAX_WORKERS)
-        """by decode worker: its number, and the monotonic time of its report"""
+        """by decode worker: the number in its last report, and the monotonic time of that report"""
 
     @property
     def total(self) -> int:

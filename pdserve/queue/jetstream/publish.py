@@ -74,7 +74,8 @@ class Publisher:
 
     async def _retry_client(self, client: Client, attempt: int, refused: bool, ends: float) -> Client | None:
         """Return the client for the next attempt; None if another attempt would not help. A refused request was not
-        stored: the stream was changed or deleted, or is changing its leader. In a cluster, try another server."""
+        stored: the stream was changed or deleted, or is changing its leader. In a cluster, a request without an answer
+        is sent to another server."""
         if refused and not attempt:
             with suppress(*PASSING):
                 async with asyncio.timeout(ends - time.monotonic()):

@@ -89,7 +89,7 @@ class JetStreamQueue(PrefillQueue):
         self._held = HeldCounts(self._connection)
         self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(MAX_WORKERS)
         self._own_pulls: LruDict[int] = LruDict(MAX_WORKERS)
-        """by prefill worker: sequence of this process's request that it pulled last"""
+        """by prefill worker: the sequence of the last request of this process that the worker pulled"""
         self._reports = StateReports()
         self._pulled = asyncio.Event()
         """set by a pull that is not reported yet"""
@@ -186,8 +186,8 @@ class JetStreamQueue(PrefillQueue):
         self._synced_at = time.monotonic()
 
     async def _resync(self) -> None:
-        """Ask the server for the depth while no prefill worker reports it, because requests that the server dropped are
-        never reported. Also repeat acks, and restore the stream's configuration."""
+        """Ask the server for the depth while no prefill worker reports it: prefill workers do not report requests that
+        the server dropped. Also repeat acks, and restore the stream's configuration."""
         while True:
             await tick(self._limits.resync)
             if not self.connected:

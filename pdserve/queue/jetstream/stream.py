@@ -104,7 +104,7 @@ class QueueNames:
         return f"{self.root}.prefixes"
 
     def addressed(self, instance: str) -> str:
-        """Named for warm-ups, the only requests to one worker in older versions."""
+        """Subject of requests to one worker. It is named for warm-ups: older versions send no others this way."""
         return f"{self.root}.warm-ups.{token(instance)}"
 
 
@@ -131,7 +131,7 @@ class StreamLimits:
     abandoned: float = 3600.0
     """seconds without use after which another fingerprint's stream is removed"""
     resync: float = 2.0
-    """seconds without a report of a non-empty queue after which the server is asked"""
+    """seconds without a report after which the server is asked for the depth, if the last known depth is above 0"""
     check: float = 10.0
     """seconds between two checks of the configuration of stream and consumer"""
 
@@ -197,7 +197,7 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
         "duplicate_window": min(120.0, limits.max_age),
         "no_ack": False,
         "sealed": False,
-        # sealing a stream sets both; a worker that restores a sealed stream may copy them into its successor
+        # a sealed stream has both set; a worker that read its settings may write them into the stream that replaces it
         "deny_delete": False,
         "deny_purge": False,
     }
@@ -328,7 +328,7 @@ def _seconds(stamp: str | None) -> float:
 
 
 async def read_state(client: Client, names: QueueNames) -> tuple[datetime | None, int, QueueState]:
-    """Return the stream's creation time, its last sequence, and the consumer's state, read after it."""
+    """Return the stream's creation time, its last sequence, and the consumer's state, which is read after both."""
     js = client.jetstream(timeout=API_TIMEOUT)
     stream = await js.stream_info(names.stream)
     info = await js.consumer_info(names.stream, CONSUMER)

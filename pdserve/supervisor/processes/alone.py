@@ -28,7 +28,7 @@ TICK = 1.0
 """Seconds between two checks of the role."""
 HANGS_AFTER = 60.0
 """Seconds without a heartbeat after which a role is killed. Counted in ticks, so that a pause of both processes does
-not count, and only after the first heartbeat, because imports may take long, and systemd times the start."""
+not count. The count begins at the first heartbeat: imports may take long, and systemd has its own limit for them."""
 _DUMP_STACKS = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _FROM_TERMINAL = 0x80
@@ -122,7 +122,7 @@ class _Parent:
         return None
 
     def _read_heartbeats(self) -> bool:
-        """Whether there were heartbeats since the last call. Report the role's state to systemd."""
+        """Return whether heartbeats came since the last call. If so, report the role's state to systemd."""
         beats = set[bytes]()
         while select.select([self._heartbeats], [], [], 0)[0] and (
             read := os.read(self._heartbeats, 1 << 16)
@@ -147,7 +147,7 @@ class _Parent:
 
 
 def _child_has(info: signal.struct_siginfo) -> bool:
-    """Whether the child got the signal too: Ctrl-C goes to the whole foreground group, SIGHUP to the session leader."""
+    """Whether the child got the signal, too. Ctrl-C goes to the whole foreground group, SIGHUP only to its leader."""
     return info.si_code == _FROM_TERMINAL and info.si_signo != signal.SIGHUP
 
 

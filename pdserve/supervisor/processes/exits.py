@@ -66,8 +66,8 @@ class ForkedProcess:
 
 
 Fork = Callable[[Sequence[str], Mapping[str, str], int, int], ForkedProcess | None]
-"""Starts a command with an environment, a descriptor for its output and a signal for its parent's death; None: it could
-not."""
+"""Starts a command with an environment, a descriptor for its output and a signal for its parent's death. Returns None
+if it cannot."""
 
 
 async def wait_for_exit(process: "subprocess.Popen[bytes] | ForkedProcess") -> int:

@@ -39,7 +39,7 @@ def main() -> list[str]:
     with suppress(ImportError):
         import_module(
             "setproctitle"
-        ).getproctitle()  # it moves the environment, so that `_show` may overwrite it
+        ).getproctitle()  # copies the environment elsewhere, so that `_show` may overwrite it here
     gc.collect()
     gc.freeze()  # a collection in a role would copy the pages that it shares with the others
     gc.enable()
@@ -71,7 +71,7 @@ def _become(
     while os.getppid() == between:
         time.sleep(0.0005)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, parent_death, 0, 0, 0)
-    if os.getppid() != supervisor:  # it has died already
+    if os.getppid() != supervisor:  # the supervisor has died already
         os._exit(1)
     os.setpgid(0, 0)
     before = os.environ.get("OMP_NUM_THREADS")
@@ -79,7 +79,7 @@ def _become(
     os.environ.update(env)
     _show(command, env)
     if (threads := env.get("OMP_NUM_THREADS")) != before and "torch" in sys.modules:
-        # OpenMP has read the variable when it was loaded
+        # OpenMP read the variable when the fork server loaded it
         sys.modules["torch"].set_num_threads(int(threads or len(os.sched_getaffinity(0))))
     os.dup2(output, 1)
     os.dup2(output, 2)

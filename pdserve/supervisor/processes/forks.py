@@ -28,7 +28,7 @@ FRONTEND_MODULES = (
 FORK_WITHIN = 10.0
 """Seconds for the fork server to fork a role; meanwhile the supervisor does nothing else."""
 _MARGIN = 16_384
-"""Bytes for the arguments, and for the environment, of a role beyond the expected ones."""
+"""Spare bytes for a role's arguments, and as many for its environment."""
 
 
 class ForkServer:
@@ -43,8 +43,8 @@ class ForkServer:
         output: Callable[[str], None],
         guardian: Guardian | None = None,
     ) -> None:
-        """Begin to import `modules`. `env` has the variables that libraries read when they are loaded. `room`: bytes of
-        the environment of a role beyond this process's."""
+        """Begin to import `modules`. `env` has the variables that libraries read when they are loaded. `room`: bytes by
+        which a role's environment may be longer than this process's."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", fork_server.__name__, str(theirs.fileno()), *modules]
@@ -83,7 +83,7 @@ class ForkServer:
             return ForkedProcess(int(self._socket.recv(64)))
         except (OSError, ValueError) as error:
             self._usable = False
-            self._socket.close()  # a process that is forked late ends
+            self._socket.close()  # a process that is forked after this cannot report, and ends
             self._child.kill()
             self._warn(str(error))
             return None

@@ -29,8 +29,8 @@ KNOWN_FRONTEND_DELAY = 0.02
 
 
 async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], interval: float, limit: float) -> float:
-    """Check every `interval` seconds until the check has failed for `limit` seconds in a row; return these seconds.
-    They are counted in checks, because the supervisor itself may be stopped for a while (SIGSTOP)."""
+    """Check every `interval` seconds until the check has failed for `limit` seconds in a row; return for how
+    many seconds it has failed. These are counted in checks, because the supervisor itself may be stopped for a while."""
     failing = 0.0
     while failing < limit:
         await asyncio.sleep(interval)
@@ -87,7 +87,7 @@ class RegisteredInstances:
 
 async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
     """Yield what frontends report as missing, until `processes` different frontends have reported that they are ready.
-    They share one port, so that each check reaches a random one. Raises CannotStart if a frontend refuses the model's
+    Frontends share one port, so each check reaches a random one. Raises CannotStart if a frontend refuses the model's
     configuration."""
     ready: set[str] = set()
     # they run on this machine: no proxy, and their certificate may be for other names

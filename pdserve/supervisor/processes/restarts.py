@@ -40,7 +40,7 @@ class RestartPolicy:
     ceiling: float = 30.0
     """Seconds before a restart, at most."""
     healthy: float = 60.0
-    """Seconds of a run that reset the backoff."""
+    """A run of this many seconds resets the backoff."""
     failed_starts: int = 3
     """Failed starts in a row after which the loop gives up, if no process of its kind was ever ready."""
     kills: int = 20
