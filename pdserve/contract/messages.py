@@ -125,8 +125,8 @@ class Failed(Struct, frozen=True, tag=True):
     invalid: bool = False
     """the request is invalid, so every worker would refuse it; 400"""
     engines_died: int = 0
-    """`Submit.engines_died`, plus 1 if this worker's engine died and the request may be the cause. A worker that vanishes
-    without this message does not count, because it was killed or cut off, which no request causes"""
+    """`Submit.engines_died`, plus 1 if this worker's engine died and this request may be the cause. A worker that
+    vanishes without this message does not count, because it was killed or cut off, which no request causes"""
 
 
 class Load(Struct, frozen=True):

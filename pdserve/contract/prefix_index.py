@@ -19,8 +19,8 @@ class PrefixIndex:
         self._reported: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
         """by worker: block size and stride, and the names in its reports"""
         self._expected: dict[str, dict[bytes, None]] = {}
-        """by worker: names of prefixes of prompts that this process sent to it, and that it has not reported since, oldest
-        first; the names are in `_reported`, too"""
+        """by worker: names of prefixes of prompts that this process sent to it, and that it has not reported since,
+        oldest first; the names are in `_reported`, too"""
 
     def __len__(self) -> int:
         """Number of names, counted for each worker."""

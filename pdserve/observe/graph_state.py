@@ -204,7 +204,7 @@ def _moment(ticks: Sequence[Tick], age: float) -> Moment:
 
 @lru_cache(8 * MAX_TICKS)
 def _quantiles(counts: tuple[tuple[int, ...], ...]) -> tuple[float | None, float | None]:
-    """p50 and p95 of all counts, without those that an older version of pdserve made with other buckets. Cached, because
+    """p50 and p95 of all counts, without those of older versions of pdserve, which had other buckets. Cached, because
     each reading of the graph's state computes the last minutes again."""
     known = [each for each in counts if len(each) == len(BUCKETS) + 1]
     total = list(map(sum, zip(*known, strict=True)))

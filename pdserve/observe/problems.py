@@ -75,7 +75,7 @@ class Node(Struct, frozen=True):
 
 class Problem(Struct, frozen=True):
     level: str
-    """`bad`: requests fail, wait or are served in another way now; `warn`: they recently were, or soon may be; `info`."""
+    """`bad`: requests fail, wait or are served another way now; `warn`: they did recently, or may soon; `info`."""
     text: str
     """A sentence without a full stop."""
     about: list[str] = []

@@ -46,9 +46,9 @@ class Registry(Lifetime):
 
     @abstractmethod
     async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
-        """Write a key. The write of a leased key is repeated until the server accepts it. For an unleased key (a setting)
-        raises RegistryUnavailable during an outage, if the server refuses the value, and if this process no longer owns
-        the key `holding`, which it created."""
+        """Write a key. The write of a leased key is repeated until the server accepts it. That of an unleased key
+        (a setting) raises RegistryUnavailable during an outage, if the server refuses the value, and if this process no
+        longer owns the key `holding`, which it created."""
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> bool:

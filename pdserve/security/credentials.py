@@ -131,7 +131,7 @@ def create(
     folder: Path, hosts: Iterable[str] = LOCAL_HOSTS, valid: timedelta | None = VALIDITY
 ) -> Credentials:
     """Replace the folder by one with a new authority and a node certificate, valid also for `hosts`. Only this user can
-    read it. The authority's key is not kept, so it cannot sign another certificate: all hosts need the new folder. With `valid` None
+    read it. The authority's key is not kept, so a new certificate means a new folder on all hosts. With `valid` None
     the certificates never expire, even if the clock is set during a run. Raises OSError, and ValueError for
     an invalid host name."""
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -147,7 +147,7 @@ class _Parent:
 
 
 def _child_has(info: signal.struct_siginfo) -> bool:
-    """Whether the child got the signal, too. Ctrl-C goes to the whole foreground group, SIGHUP only to its leader."""
+    """Whether the child got the signal too. Ctrl-C goes to the whole foreground group, SIGHUP to the session leader."""
     return info.si_code == _FROM_TERMINAL and info.si_signo != signal.SIGHUP
 
 

@@ -30,7 +30,7 @@ KNOWN_FRONTEND_DELAY = 0.02
 
 async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], interval: float, limit: float) -> float:
     """Check every `interval` seconds until the check has failed for `limit` seconds in a row; return for how
-    many seconds it has failed. These are counted in checks, because the supervisor itself may be stopped for a while."""
+    many seconds it has failed. They are counted in checks, because the supervisor itself may be stopped (SIGSTOP)."""
     failing = 0.0
     while failing < limit:
         await asyncio.sleep(interval)

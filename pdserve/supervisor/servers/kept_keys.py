@@ -49,7 +49,7 @@ class KeptKeys:
                 self._kept = kept
 
     def _read(self) -> dict[str, str]:
-        """Read the kept keys, without live settings for another graph file. Rename `settings.json` if it is unreadable."""
+        """Read `settings.json` without live settings that were set for another graph file. Rename it if unreadable."""
         path, kept = self._folder.path / _NAME, dict[str, str]()
         try:
             kept = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
