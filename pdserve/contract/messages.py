@@ -344,7 +344,7 @@ class PrefillDone(Struct, frozen=True, tag=True):
 
 
 RETURNED = "returned"
-"""`PrefillFailed.reason` of a prompt that was sent to one worker and that it will not begin, so that any may."""
+"""`PrefillFailed.reason` of a prompt that was sent to one worker, which will not begin it: any worker may."""
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):

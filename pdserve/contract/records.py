@@ -53,7 +53,7 @@ class Adapter(Struct, frozen=True):
 
 
 class Instance(Struct, frozen=True):
-    """A live process. The record is under the process's lease, and ends with that lease if not before."""
+    """A live process. The record is under the process's lease, so it ends with the lease at the latest."""
 
     id: str
     """`<role>-<index>-<boot id>`: a restarted process is a new instance"""

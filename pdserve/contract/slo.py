@@ -19,7 +19,7 @@ TTFT_UNCERTAINTY = 0.4
 GAP_VARIATION = 0.3
 """Share by which the mean of several steps with a prefill chunk may be below the longest of them."""
 MIN_MISS_DIFFERENCE = 0.05
-"""From this difference in expected SLO misses on, the misses alone decide: which worker, or for remote prefill."""
+"""From this difference in expected SLO misses on, the misses alone decide between workers, or for remote prefill."""
 OFF = "off"
 """Value of a live setting: no SLO."""
 DURATION = f"a duration with its unit, 1ms to {MAX_SECONDS:g}s, as in 500ms or 2s"

@@ -34,14 +34,14 @@ Beat = Callable[[bytes], None]
 """Gets heartbeats: STARTS, SERVES or DRAINS."""
 
 AT_ONCE = 1.5
-"""Seconds that a role that ends without a drain has to close its connections."""
+"""Seconds for a role to close its connections when it ends without a drain."""
 LAST_RESORT = 15.0
-"""Seconds beyond three drain timeouts after which a role whose supervisor died drains by itself: the guardian, which
-would have stopped it, must have died, too."""
+"""A role whose supervisor died drains by itself after three drain timeouts and these seconds: the guardian, which would
+have stopped the role, must have died, too."""
 BEAT = 1.0
 """Seconds between two heartbeats."""
 FAILED_WITHIN = 15.0
-"""Seconds that a failed service has to send its last messages and end its engine processes."""
+"""Seconds for a failed service to send its last messages and end its engine processes."""
 END_WITHIN = 1.0
 """Most seconds from the end of a role's work to the end of its process."""
 
@@ -56,7 +56,7 @@ class Service(ABC):
         """Set while requests may arrive: from just before the announcement until `stop`."""
         self.draining = False
         self.fault = ""
-        """Why the process cannot serve though it responds: its engine hangs or is dead, or it ends."""
+        """Why the process cannot serve though it responds: its engine hangs or is dead, or the process is ending."""
         self.on_failure: Callable[[], object] = lambda: None
         """Called when a failure ends the service."""
         self.tasks: asyncio.TaskGroup

@@ -1,5 +1,5 @@
-"""The registry records of a process: its instance and its model card. Each change goes to every process, so load, which
-changes with each step, is not in them (`WorkerLoad`, `observe/process_pages.py`)."""
+"""The registry records of a process: its instance and its model card. Each change goes to every process, so these
+records leave out the load, which changes with each step (`WorkerLoad`, `observe/process_pages.py`)."""
 
 import asyncio
 import logging

@@ -15,9 +15,9 @@ SUPERVISOR_DIED = signal.SIGUSR1
 """From the kernel when the supervisor ends. It ends a role that still starts and has no handler yet; a ready role waits
 for SIGTERM from the supervisor's guardian."""
 SAME_STOP = 0.2
-"""Seconds within which further signals belong to the same stop: `timeout` signals its child and then its group, and
-uvloop 0.21 delivers a signal twice when another one precedes it closely, as SUPERVISOR_DIED does before the guardian's
-SIGTERM (measured: 5 % of such pairs)."""
+"""Seconds within which further signals belong to the same stop. The command `timeout` signals its child and then its
+group. uvloop 0.21 delivers a signal twice if another one came shortly before, such as SUPERVISOR_DIED before the
+guardian's SIGTERM (measured: 5 % of such pairs)."""
 ENGINE_KILLED = 128 + signal.SIGKILL
 """Exit code of a role whose engine was killed from outside, such as by the kernel for lack of memory."""
 STARTS, SERVES, DRAINS = b"starts", b"serves", b"drains"

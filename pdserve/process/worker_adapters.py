@@ -24,7 +24,7 @@ Key = tuple[str, str]
 RETRY_AFTER = 30.0
 """Seconds until a failed load of a wanted adapter is retried."""
 HIDDEN = "it is unloaded, or another adapter is loaded under its name"
-"""Problem of an adapter in the worker's file that clients cannot use any more."""
+"""Problem of an adapter that the worker's file names, and that clients cannot use any more."""
 MAX_PROBLEM = 500
 """Characters of a problem, which is part of the worker's record."""
 

@@ -125,8 +125,8 @@ class PrefillQueue(Lifetime):
 
     @abstractmethod
     async def expect_addressed(self, instance: str) -> None:
-        """Listen for the requests that `address` sends to prefill worker `instance`. Once this has returned, they
-        arrive, unless the server is away. Then this raises nothing, and they arrive when the server is back."""
+        """Listen for the requests that `address` sends to prefill worker `instance`. This worker gets those that
+        are sent after the return. Does not fail while the server is away; the worker then listens when it is back."""
 
     @abstractmethod
     def addressed(self, instance: str) -> AsyncIterator[PrefillRequest]:

@@ -13,13 +13,13 @@ from pdserve.util.lru import LruDict
 INTERVAL = 0.1
 """Seconds from a pull to its report, and between two reports of a worker, at least."""
 MAX_RATE = 50.0
-"""Reports per second of all prefill workers together, approximately and at most."""
+"""Most reports per second of all prefill workers together, approximately."""
 BACKLOG_ERROR = 0.05
 """Seconds by which decode workers may be wrong about a prefill worker's backlog."""
 SPEED_ERROR = 0.25
 """Share by which decode workers may be wrong about a prefill worker's seconds per token."""
 ACTIVE = 5.0
-"""Seconds after which prefill workers without a report, and decode workers without a pulled prompt, do not count."""
+"""Seconds for which a prefill worker counts after its last report, and a decode worker after a pull of its prompt."""
 MAX_WORKERS = 1000
 """Most prefill workers that are remembered, and as many decode workers."""
 

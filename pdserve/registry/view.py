@@ -75,7 +75,7 @@ class RegistryView(Lifetime):
         """by model and role: number of lost processes that another has replaced"""
         self._lost: dict[str, tuple[Instance, float, int]] = {}
         """by id: a process whose lease ended while it was not draining, the monotonic time of that end, and the number
-        of processes of its model and role before that. It counts as replaced when that number is reached again.
+        of processes of its model and role before that. The process counts as replaced when there are as many again.
         Ids cannot tell, because a new pod has another id and address"""
         self._cached: dict[tuple[Role | None, str | None], list[Instance]] = {}
         """results of `instances` until the next change"""

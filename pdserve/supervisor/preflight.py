@@ -76,9 +76,8 @@ def _refused_now(
     if config.etcd is None and not etcd_runs and (text := _disk(config)):
         yield "disk", text
     try:
-        claims = defaultdict[str, set[int]](
-            set
-        )  # a socket may have several pids: a forked child shares its parent's
+        # a name may have several pids: a forked child has its parent's sockets, too
+        claims = defaultdict[str, set[int]](set)
         for each in psutil.net_connections("unix"):
             claims[str(each.laddr).removeprefix("@")].add(each.pid or 0)
         yield from (("ports", text) for text in busy_ports(_fixed_ports(config, slots), ours, claims))

@@ -47,8 +47,8 @@ class Exit:
 
     @property
     def from_outside(self) -> bool:
-        """Whether an operator (code 0: by SIGTERM), or the kernel for lack of memory, ended the process or its
-        engine."""
+        """Whether an operator ended the process or its engine (code 0: by SIGTERM), or the kernel did for lack of
+        memory."""
         return self.code in (0, ENGINE_KILLED) or -self.code in _FROM_OUTSIDE
 
     @property

@@ -79,7 +79,7 @@ def _become(
     os.environ.update(env)
     _show(command, env)
     if (threads := env.get("OMP_NUM_THREADS")) != before and "torch" in sys.modules:
-        # OpenMP read the variable when the fork server loaded it
+        # the fork server loaded OpenMP, which read the variable then
         sys.modules["torch"].set_num_threads(int(threads or len(os.sched_getaffinity(0))))
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -1,5 +1,5 @@
-"""Live settings and LoRA adapters, which have no lease, kept for the embedded etcd in `settings.json` of the state
-directory: each etcd starts empty, and gets these keys before it counts as ready
+"""Keeps live settings and LoRA adapters, which have no lease, in `settings.json` of the state directory. The embedded
+etcd starts empty each time, and gets these keys before it counts as ready
 (docs/decisions/0099-servers-start-empty.md)."""
 
 import logging
