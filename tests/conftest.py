@@ -32,8 +32,8 @@ ENGINES = (
 """One process runs these in turn, because all real engines at once would take more than 24 GB. They take longest and
 begin first."""
 CHAOS = ("tests/chaos/test_chaos.py", "tests/test_house.py")
-"""One process runs the long chaos tests and then many short ones. xdist gives each process its next file in advance:
-alone, chaos would delay a longer one."""
+"""One process runs the long chaos tests and then the many short tests of `test_house.py`. xdist gives each process its
+next file in advance: without the short tests, a long file would wait for chaos to end."""
 ORDER = (
     *ENGINES,
     "tests/bench/compare/test_command.py",
@@ -44,12 +44,12 @@ ORDER = (
     *CHAOS,
 )
 """The longest files begin first, so that all processes end together. Chaos is the last of them, so that most tests of
-real engines have ended. Files that are not listed, such as tests/soak with its real engines, run last, by name."""
+real engines are over. Files that are not listed, such as tests/soak with its real engines, run last, by name."""
 NICE = 5
 EXIT_AFTER = 60
 """Seconds from a test's timeout until its process exits, which ends the whole run."""
 
-gc.disable()  # collection imports vLLM, whose objects stay; searching them for garbage takes a third of the time
+gc.disable()  # collecting tests imports vLLM, and a third of the time would go into searching its objects
 
 
 def pytest_collection_finish() -> None:

@@ -12,8 +12,8 @@ from pdserve.util.errors import Unavailable
 
 @contextmanager
 def hosts(folder: Path) -> Iterator[Network]:
-    """`with hosts(tmp_path) as net: net.host("a").start(...)`; skips the test, with the reason, where that is not
-    permitted."""
+    """`with hosts(tmp_path) as net: net.host("a").start(...)`; skips the test, with the reason, where simulated
+    hosts are not permitted."""
     with ExitStack() as stack:
         try:
             found = stack.enter_context(network(folder))

@@ -41,10 +41,10 @@ ARGUMENTS = (
     "--max-num-batched-tokens 32768 --distributed-executor-backend uni"
 )
 """Arguments of vLLM's server: as in `GRAPH`, with steps so large that no prompt is computed in chunks, because on a CPU
-vLLM 0.32 crashes at a chunk of a request with a seed (engine/vllm/worker.py prevents it in pdserve)."""
+vLLM 0.32 crashes at a chunk of a request with a seed (engine/vllm/worker.py prevents this in pdserve)."""
 IN_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Makes vLLM keep `uni` on a CPU. With a process for the model, both processes spin for a second after each message,
-which takes all CPU cores of a small machine."""
+"""Makes vLLM keep the executor `uni` on a CPU. Otherwise the model has its own process. Both processes then spin for a
+second after each message, on all CPU cores of a small machine."""
 KEY = "the-key-of-the-reference"
 """API key of vLLM's server, for tests of requests without a key. The graph has no keys."""
 

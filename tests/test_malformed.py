@@ -1,5 +1,5 @@
-"""Messages that cannot be read, on every port and subject, are logged and skipped, without further effect. On streams:
-`tests/stream/test_tcp.py`."""
+"""Messages that cannot be read, on every port and subject, are logged and skipped, without further effect. For
+streams, `tests/stream/test_tcp.py` tests the same."""
 
 import asyncio
 

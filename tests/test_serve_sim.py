@@ -93,7 +93,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServe]:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Serve:
-    """Quick to start: nothing of vLLM is imported."""
+    """A graph without frontends. It starts quickly, because nothing imports vLLM."""
     return Serve(tmp_path, WORKERS.format(kv_port=kv_ports(), workers=1))
 
 

@@ -45,7 +45,7 @@ engines](deployment.md#without-gpus-and-weights)."""
 
 
 def _keys(section: str, kind: type) -> Iterator[str]:
-    """Yield a row for each key. Its docstring has the unit before `;` and the default after `not set:`."""
+    """Yield a row for each key. A key's docstring has the unit before `;` and the default after `not set:`."""
     attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
     texts = _docstrings(kind)
     for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):

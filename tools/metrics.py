@@ -18,7 +18,7 @@ def page() -> str:
 
 
 def _rows() -> Iterator[str]:
-    """Yield a row for each metric. The comment above a metric names its roles."""
+    """Yield a row for each metric. The nearest comment above a metric names the roles that have it."""
     of = ""
     for comment, name in re.findall(r"^(?:# (.+)|([A-Z\d_]+) = [CGH])", inspect.getsource(metrics), re.M):
         of = comment or of

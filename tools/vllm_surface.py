@@ -153,14 +153,14 @@ SOURCES = {
         "_reap_expired_send_leases(done_sending)",
     ),
     f"{_NIXL}.pull_worker": ('msg.startswith("HB:")',),
-    # read in each step
+    # the scheduler reads the threshold in each step
     "vllm.v1.core.sched.scheduler": (
         "            self.scheduler_config.long_prefill_token_threshold\n",
-        # runs before the scheduler frees the blocks of finished_sending
+        # this call comes before the scheduler frees the blocks of finished_sending
         "self.connector.update_connector_output(kv_connector_output)\n\n        # KV Connector:: update recv",
     ),
     "vllm.renderers.base": ("self._tokenize_prompt_async = make_async(",),
-    # an identifier and an offset for each image of a block
+    # a block's keys have an identifier and an offset for each of its images
     "vllm.v1.core.kv_cache_utils": ('key[1:] if key[0] == "mm" else key[1]', "offset - start_token_idx"),
     "vllm.sampling_params": ("    def bad_words_token_ids(self)", "if speculative_config is None:"),
     "vllm.v1.engine.input_processor": ("                self.speculative_config,\n",),

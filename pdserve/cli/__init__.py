@@ -1,8 +1,8 @@
 """The command line, built with typer.
 
 Each command is a function in its own module: the docstring is the text of `--help`, the annotated parameters are the
-options, and the result is the exit code (0 done, 1 failed, 2 wrong configuration or command line). A module is imported
-only when its command is used, so that `pdserve --help` is fast (docs/decisions/0019-command-line.md).
+options, and the result is the exit code (`_EPILOG` says what each means). A module is imported only when its command is
+used, so that `pdserve --help` is fast (docs/decisions/0019-command-line.md).
 """
 
 import inspect
@@ -70,7 +70,7 @@ COMMANDS = {
         "compare this graph and its splits with the best single engine",
     ),
 }
-"""Name -> a tuple: the import string of its function (of a group: its commands), and one line of help."""
+"""Name -> the import string of the command's function (for a group, its commands), and one line of help."""
 _WITHOUT_ENGINE = ("install", "init", "deploy", "status", "trace", "set", "credentials")
 
 _EPILOG = """\
@@ -180,7 +180,7 @@ def _pdserve(
 
 
 class _Verbatim:
-    """Show help as written, with its own line breaks; `{command}` in it becomes the command's name."""
+    """Show help and examples as written, with their line breaks. In examples, `{command}` becomes its name."""
 
     help: str | None
     epilog: str | None
@@ -201,7 +201,7 @@ class _Command(_Verbatim, TyperCommand):
 
 
 class _LazyCommand(TyperCommand):
-    """A line in `pdserve --help` that becomes a command when it is used."""
+    """A command that is imported when it is used. Until then, it is a line in `pdserve --help`."""
 
     def __init__(self, name: str, function: str, line: str) -> None:
         super().__init__(name, short_help=line)

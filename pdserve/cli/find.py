@@ -47,7 +47,7 @@ class GraphAddress:
 
 @dataclass(frozen=True)
 class GraphView:
-    """The graph's registered instances: from etcd or, if etcd did not answer at first, as its supervisor read them."""
+    """The graph's registered instances: from etcd or, if etcd did not answer at first, as `serve` last read them."""
 
     snapshot: Callable[[], Snapshot]
     connected: Callable[[], bool]
@@ -109,7 +109,7 @@ def _known(graph: GraphAddress) -> Snapshot | None:
 
 
 def _on(state_dir: Path, file: Path | None = None) -> GraphAddress:
-    """Return the graph that `serve` runs on this state directory. `file` was given, and names no etcd."""
+    """Return the graph that `serve` runs on this state directory. `file`: a given file that names no etcd."""
     graph = state.read(state_dir)
     if graph is None:
         serve = pdserve_command(f"serve -f {file or 'FILE'}")

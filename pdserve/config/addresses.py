@@ -35,7 +35,7 @@ def etcd_address(address: str) -> str:
 
 
 def each_address(check: Callable[[str], str]) -> Callable[[object], str]:
-    """Return a check for a list of addresses, or a text of them with commas. It returns them joined with commas."""
+    """Return a check of several addresses: a list, or a text with commas. The check returns a text with commas."""
 
     def check_each(value: object) -> str:
         texts = split_servers(value) if isinstance(value, str) else value

@@ -68,7 +68,7 @@ class ApiKey:
 
     @classmethod
     def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits(), admin: bool = False) -> Self:
-        """Make an `ApiKey` of its secret text. Without a name, it is named by its digest, in any file alike."""
+        """Make an `ApiKey` of its secret text. Without `name`, its digest makes the name, the same in every file."""
         digest = digest_of(key)
         return cls(name or f"key-{digest.hex()[:12]}", digest, limits, admin)
 

@@ -25,7 +25,7 @@ VARIABLES = {
 }
 """Variable -> the keys that it replaces. An empty variable counts as not set."""
 _ADDED = ("Graph", "Security")
-"""Sections that a variable adds to a file without them; any other would start processes."""
+"""Sections that a variable adds to a file without them. Any other section would start processes."""
 _PATHS = ("_DIR", "_BATCHES", "_FOLDER", "_CREDENTIALS", "_TLS_CERTIFICATE", "_TLS_KEY")
 """Ends of variables with a path. A relative one counts from the working directory, not from the file's folder."""
 _SERVICE_LINK = "tcp://"

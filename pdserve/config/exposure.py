@@ -1,5 +1,5 @@
-"""Finds addresses that other machines can reach without protection, for which a file is refused unless
-`Security.allow` accepts them, and addresses that ask for TLS in a graph without credentials."""
+"""Finds addresses that other machines can reach without protection, unless `Security.allow` accepts them. Also finds
+addresses that ask for TLS in a graph without credentials. A file with either is refused."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit

@@ -245,8 +245,8 @@ def _check_parsers(args: Arguments, findings: Findings) -> None:
 
 
 def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
-    """Check the names of LoRA adapters, and that the engine holds all of them: it reads each only once, because the
-    folder may have other weights later."""
+    """Check the names of LoRA adapters, and that the engine holds all of them. An engine reads each adapter only once,
+    because its folder may have other weights later."""
     if (entry := args.get("lora-modules")) is None:
         return
     found = static_adapters({"lora-modules": entry.value})
@@ -311,7 +311,8 @@ def _simulated(config: Config) -> Config:
 
 
 def _simulated_worker(worker: W | None, is_absent: bool) -> W | None:
-    """Leave out KV tiers, which a simulated engine does not have, and what fits only an absent model's tokenizer."""
+    """Leave out KV in host memory and on disk, which a simulated engine does not have. If the model is absent, also
+    leave out what fits only its tokenizer."""
     if worker is None:
         return None
     args = {k: v for k, v in worker.engine_args.items() if not is_absent or k not in _OF_THE_TOKENIZER}
@@ -355,7 +356,7 @@ def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findin
 
 
 def _resolved(graph: GraphSection, env: Mapping[str, str], findings: Findings) -> GraphSection:
-    """Return the Graph section with an absolute folder, and the environment's trace collector."""
+    """Return the Graph section with an absolute state directory, and the trace collector of the environment."""
 
     def checked(variable: str, check: Callable[[str], str]) -> str | None:
         """Return the variable's checked value; None if it is empty or not set."""
@@ -387,6 +388,6 @@ def _check_security(security: SectionRead[SecuritySection], findings: Findings) 
 def _state_dir(graph: GraphSection, findings: Findings) -> Path:
     try:
         return expand_home(graph.state_dir).resolve()
-    except ValueError as error:  # the default, ~, has no home folder
+    except ValueError as error:  # the default begins with ~, and this user has no home folder
         findings.problem_without_line(str(error), subject="Graph.state-dir")
         return graph.state_dir

@@ -267,7 +267,7 @@ class PrefillSection(WorkerSection):
 @dataclass(frozen=True)
 class WorkerConfig(WorkerSection):
     engine_args: Mapping[str, object] = field(default_factory=dict)
-    """checked vLLM arguments in kebab-case, from the section and Common; without those that pdserve sets itself"""
+    """checked vLLM arguments in kebab-case: from the section, from Common, and defaults that the plan adds"""
     origins: Mapping[str, str] = field(default_factory=dict)
     """where each of `engine_args` comes from: `Common`, the section's name, or `pdserve (reason)`"""
     share: float = 1.0

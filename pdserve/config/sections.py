@@ -72,7 +72,7 @@ class SectionRead(Generic[S]):
     entry: Entry | None
     """None if the file does not have the section"""
     values: S
-    """defaults for keys that are missing or have a problem"""
+    """with defaults for keys that are missing or have a problem"""
     own: Mapping[str, Entry]
     """the section's own keys"""
     args: dict[str, Entry]

@@ -129,8 +129,8 @@ def _of_mapping(document: Mapping[Any, object]) -> Server:
 
 
 def _of_commands(commands: Iterable[list[str]], source: str) -> list[Server]:
-    """Return the commands' servers. Equal commands count once, because they would share a port; Dynamo's workers have
-    none, and all count."""
+    """Return the commands' servers. Equal commands count once, because their servers would share a port. Dynamo's
+    workers have no port, so that all of them count."""
     found = list[Server]()
     for words in commands:
         server = _of_command(words)
@@ -214,7 +214,7 @@ def _values_of(rest: list[str], many: bool) -> list[str]:
 
 
 def _typed(known: str | None, text: str, inside: bool = False) -> object:
-    """Convert the text as YAML would. `inside`: it is the value of a key of a JSON argument."""
+    """Convert the text by the argument's kind, if possible. `inside`: the text is a key's value in a JSON argument."""
     argument = arguments()[known] if known else None
     kind = "json" if inside else argument.kind if argument else "str"
     if isinstance(text, Unset):

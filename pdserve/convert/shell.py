@@ -1,7 +1,7 @@
 """Splits a shell script into commands and their words, and fills in the variables that the script itself sets.
 
 It reads quotes, comments, continued lines, arrays, `${NAME:-default}` and scripts inside (`bash -c`) as a shell does,
-but runs no conditions, loops or commands. A word with a value that the script does not set is `Unset`.
+but runs no conditions, loops or commands. A word that refers to a value that the script does not set is `Unset`.
 """
 
 import re
@@ -11,11 +11,11 @@ from pathlib import Path
 from pdserve.util.errors import ConfigError
 
 MAX_VARIABLE = 100_000
-"""Most characters of a variable's value; each word of an array counts as one more."""
+"""Most characters of a variable's value. Each word of the value counts as one character more."""
 
 
 def _nested(left: str, right: str) -> str:
-    """Regex of four levels of brackets. Possessive, so that a bracket that never closes costs only linear time."""
+    """Return a regex of four levels of brackets, possessive, so that a bracket that never closes costs linear time."""
     run, inside = rf"[^{left}{right}]{{1,4000}}+", "(?!)"
     for _ in range(4):
         inside = rf"\{left}(?:{run}|{inside}){{0,99}}+\{right}"
@@ -42,7 +42,7 @@ _PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?)([-=+?])(.*))?", re.S)
 _PREFIXES = {"export", "local", "readonly", "declare", "env", "if", "then", "else", "do", "{", "-a", "-x"}
 """Words that may stand before an assignment."""
 Known = dict[str, list[str]]
-"""Variables by name: the words of an array, or the single value of another variable."""
+"""Variables by name: the words of an array; of any other variable, its one value."""
 
 
 class Unset(str):

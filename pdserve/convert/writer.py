@@ -40,7 +40,7 @@ class Graph:
 def graph_for(servers: Sequence[Server], gpus: int) -> Graph:
     """Return a graph that serves the same as these servers.
 
-    A single server is split over the GPUs: half of its copies prefill, if there is room for two. Servers that are
+    A single server is copied to all GPUs, and half of the copies prefill if there is room for two. Servers that are
     already disaggregated keep their roles and numbers. `gpus`: of this machine; 0: run on the CPU.
     """
     graph = Graph({name: {} for name in _SECTIONS})
@@ -61,7 +61,7 @@ def graph_for(servers: Sequence[Server], gpus: int) -> Graph:
 
 
 def _merged(servers: Sequence[Server], graph: Graph) -> Server:
-    """Return the first server, with the count of all that are equal to it. Others are left out."""
+    """Return the first server, with the count of all that are equal to it. Servers with other arguments are dropped."""
     first, *others = servers
     for number, other in enumerate(others, 2):
         if _compared(first) == _compared(other):
@@ -228,6 +228,6 @@ def _scalar(value: object) -> str:
 
 
 def keys_file(graph: Graph, path: Path) -> str:
-    """Set Security.api-keys to `path`, and return the text for it. Short keys stay; the graph warns of them."""
+    """Set Security.api-keys to `path`, and return that file's text. Short keys stay; frontends warn of them."""
     graph.sections.setdefault("Security", {})["api-keys"] = path.name
     return "".join(f"client-{number}={key}\n" for number, key in enumerate(graph.keys, 1))

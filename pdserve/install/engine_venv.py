@@ -54,7 +54,7 @@ def engine_step(platform: str) -> InstallStep:
 
 def locked(lock: Path, compiled: bool = True) -> InstallStep:
     # Compile now. Otherwise nine processes compile the same thousands of files at the first start, or at every start if
-    # PYTHONDONTWRITEBYTECODE is set, as in many containers. Beside simulated engines, only frontends import vLLM.
+    # PYTHONDONTWRITEBYTECODE is set, as in many containers. With simulated engines, only frontends import vLLM.
     arguments = (f"--requirements={lock}", *["--compile-bytecode"] * compiled)
     return InstallStep(digest(lock.read_bytes()), arguments)
 
@@ -72,7 +72,7 @@ def data_folder() -> Path:
 
 def engine_folder(platform: str) -> Path:
     """Return PDSERVE_ENGINE, or a folder for this lock and this Python, which all installations of pdserve share. Links
-    are resolved, because an upgrade may change them while this process still loads files."""
+    in PDSERVE_ENGINE are resolved, because an upgrade may change them while this process still loads files."""
     if given := os.environ.get(ENGINE_VARIABLE):
         return Path(given).expanduser().resolve()
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"
@@ -181,8 +181,8 @@ def _uv(folder: Path) -> str:
 
 
 def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
-    """Return environment variables that add pip's package sources to uv's own, and PyTorch's if none has the CPU
-    build."""
+    """Return environment variables that add pip's package sources to uv's own, and PyTorch's index if no source has
+    torch's CPU build."""
     sources = pip_settings(folder)
     if platform == "gpu":
         # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.

@@ -168,8 +168,8 @@ def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
 
 
 def _stages(config: Config, worker: PlannedWorker) -> Iterator[str]:
-    """Refuse pipeline stages, because each has only a part of the layers: vLLM's connector compares the layers of the
-    two ranks, and each handshake fails (vllm#45880: only prefill engines that push KV may have stages)."""
+    """Refuse pipeline stages if KV moves between workers. A stage has only a part of the layers, and vLLM's connector
+    refuses a rank with other layers than its own (vllm#45880: only prefill engines that push KV may have stages)."""
     if kv_moves(config) and int(str(worker.config.engine_args.get("pipeline-parallel-size", 1))) > 1:
         yield (
             f"pipeline-parallel-size of {worker.slot.role.value} splits the layers, and KV of a part of the layers "
@@ -335,8 +335,8 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
 
 
 def _shared_memory(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """Check /dev/shm, which holds the host memory of engines that have a GPU or a disk tier. Its total counts, not its
-    free space, because the graph may run already."""
+    """Check /dev/shm, where engines with a GPU or with KV on disk have their KV in host memory. Its total counts, not
+    its free space, because the graph may run already."""
     users = (worker for worker in workers if worker.gpus or worker.config.kv_offload_disk)
     need, room = sum(worker.config.kv_offload for worker in users), machine.shared
     if not machine.imagined and room is not None and need > room:

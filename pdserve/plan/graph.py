@@ -24,11 +24,11 @@ CONFIG_VARIABLE = "PDSERVE_CONFIG"
 """Environment variable with the configuration that the supervisor loaded. The file may have changed since, and a
 restarted role must fit the running ones."""
 SLOT_VARIABLE = "PDSERVE_SLOT"
-"""Environment variable with the slot that the supervisor planned. A process that planned itself might get GPUs of
-others."""
+"""Environment variable with the slot that the supervisor planned. A process that planned its own slot might take GPUs
+of other processes."""
 BOOT_VARIABLE = "PDSERVE_BOOT"
 """Environment variable with the boot id, by which the supervisor recognizes the instance that a process registers: a
-pid is unique only inside a container, and only until its restart."""
+pid is unique only inside a container, and only until the container restarts."""
 
 
 @dataclass(frozen=True)

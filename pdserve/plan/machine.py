@@ -27,7 +27,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _CONTAINER = (Path("/.dockerenv"), Path("/run/.containerenv"))
 """Files that Docker and Podman put into each container."""
 _NETWORK = Path("/sys/class/net")
-"""Folders of network devices; those of hardware have a link `device`, and are only in the host's own network."""
+"""Has a folder for each network device. Those of hardware have a link `device`; a container's own network has none."""
 
 _KNOWN_GPUS = {
     "T4": 14.56,

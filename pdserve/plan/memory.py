@@ -87,8 +87,8 @@ class Memory:
 def size(
     model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None, *, cpu_kv: int | None = None
 ) -> Memory:
-    """Estimate the memory of an engine's rank. `cpu_kv`: its KV space on the CPU; None: it runs on a GPU, and `gpu` is
-    None if that is unknown."""
+    """Estimate the memory of an engine's rank. `cpu_kv`: its KV space on the CPU. None: it runs on a GPU; `gpu` is
+    None if that GPU is unknown."""
     on_cpu = cpu_kv is not None
     memory = Memory(
         weights=weight_bytes(model, args, on_cpu=on_cpu),
@@ -124,9 +124,9 @@ def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool)
 
 
 def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
-    """Return the bytes lost beside a layer's four matrices. torch's CUDA allocator rounds allocations of 10 MiB and
-    more up to 2 MiB, and splits off the rest only if it is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp). That is 0.17
-    GiB of the 13.95 GiB of a rank of a 14B model with TP 2."""
+    """Return the bytes lost beside a layer's four matrices. torch's CUDA allocator rounds 10 MiB and more up to a
+    multiple of 2 MiB, and splits off the rest only if that is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp). The loss
+    is 0.17 GiB of the 13.95 GiB of a rank of a 14B model with TP 2."""
     if model.latent or model.quantized:
         return 0
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
@@ -170,9 +170,9 @@ def runtime_bytes(args: Mapping[str, object], gpu: Gpu | None) -> int:
 
 
 def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
-    """Return the size of the CUDA graphs. vLLM captures piecewise graphs of 1, 2, 4, multiples of 8 up to 256, and of
-    16 up to twice max-num-seqs and 512 tokens, and full graphs up to max-num-seqs
-    (`VllmConfig._set_cudagraph_sizes`)."""
+    """Return the size of the CUDA graphs. vLLM captures piecewise graphs for 1, 2, 4 tokens, multiples of 8 up to 256
+    and multiples of 16 up to 512, none for more than twice max-num-seqs. It captures full graphs for these sizes up to
+    max-num-seqs (`VllmConfig._set_cudagraph_sizes`)."""
     if not _compiled(args):
         return 0
     tokens, sequences = _batch(args, gpu)
@@ -183,9 +183,9 @@ def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) 
 
 
 def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
-    """Return max-loras x max-lora-rank x (columns + rows) of each matrix of attention and MLP. vLLM allocates them with
-    or without loaded adapters (`lora/layers`): rows or columns are split over the tensor-parallel ranks, the other side
-    is whole. Embeddings, which few adapters change, are not counted."""
+    """Return max-loras x max-lora-rank x (columns + rows) of each matrix of attention and MLP. vLLM allocates them even
+    without loaded adapters (`lora/layers`). The tensor-parallel ranks split either the rows or the columns; each rank
+    has the whole other side. Embeddings, which few adapters change, are not counted."""
     if args.get("enable-lora") is not True:
         return 0
     tensor, hidden = tensor_size(args), model.hidden

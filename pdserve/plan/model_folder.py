@@ -75,7 +75,7 @@ class ModelFacts:
     """takes more than text"""
 
     def resolve_dtype(self, asked: object) -> str:
-        """Return the dtype in which vLLM computes: `auto` is the model's own, but never float32."""
+        """Return the dtype in which vLLM computes: `auto` is the model's own, but bfloat16 instead of float32."""
         dtype = _ALIASES.get(str(asked), str(asked))
         if dtype != "auto":
             return dtype

@@ -30,7 +30,7 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.net import is_loopback
 
 DECODE_CHUNK = 256
-"""Most tokens of a prompt that a decode worker computes in a step beside others (docs/decisions/0025-adaptive.md)."""
+"""Most tokens of a prompt that a decode worker computes in one step (docs/decisions/0025-adaptive.md)."""
 UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization")
 """Arguments that change an engine's memory in ways that `memory.py` does not estimate."""
 _UNREACHED = (
@@ -51,7 +51,7 @@ class Plan:
     problems: tuple[str, ...] = ()
     """why `serve` refuses the graph, in full sentences that say what to do"""
     unknown: str = ""
-    """a full sentence if it is unknown whether the engines' memory fits"""
+    """why it is unknown whether the engines' memory fits, as a full sentence; else empty"""
     notes: tuple[str, ...] = ()
     explained: tuple[str, ...] = ()
     """how pdserve serves a model of this kind, in full sentences"""
@@ -75,8 +75,8 @@ def make_plan(
     env: Mapping[str, str] = os.environ,
     node: int | None = None,
 ) -> Plan:
-    """Plan the graph, or with `roles`, `index` and `node` a part of it: with the KV ports of the whole graph, and the
-    first GPUs of this machine. Raises nothing: errors are in `problems`."""
+    """Plan the graph, or with `roles`, `index` and `node` a part of it. A part has its KV ports of the whole graph, and
+    the first GPUs of this machine. Raises nothing: errors are in `problems`."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems)
     config, selection = _with_defaults(config, machine, model), Selection(roles, index, node)
@@ -236,8 +236,8 @@ def _memory(
 
 
 def _uncounted(worker: PlannedWorker, model: ModelFacts) -> Iterator[str]:
-    """Yield the worker's arguments whose memory is not estimated. Naming the quantization of quantized weights changes
-    nothing."""
+    """Yield the worker's arguments whose memory is not estimated. The argument `quantization` is estimated if the
+    weights are stored quantized, because it then changes nothing."""
     if draft_model(worker.config.engine_args):
         yield "a draft model"
     for name in UNCOUNTED:

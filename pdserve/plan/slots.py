@@ -95,8 +95,8 @@ def place_workers(
     config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
 ) -> tuple[list[PlannedWorker], list[str]]:
     """Return the placed workers, prefill workers last, and the problems. KV ports are those of the whole graph, so that
-    roles that are started one by one do not collide. If a worker spans hosts, each role and each of its hosts is placed
-    separately, on a machine like this one."""
+    roles that are started one by one do not collide. If a worker spans hosts, the part of each role on each host is
+    placed separately, on a machine like this one."""
     hosts: dict[tuple[Role, int] | None, list[tuple[int, Role, int, WorkerConfig]]] = {}
     spans = config.spans_hosts
     for position, (role, number, worker) in enumerate(_all_workers(config)):
@@ -197,9 +197,9 @@ class GpuRequest:
     worker: str
     gpus: int
     pinned: tuple[int, ...] = ()
-    """exactly these; other pinned workers may share them"""
+    """the GPUs that the worker must get; other pinned workers may share them"""
     share: float = 1.0
-    """of a GPU; other workers may use the rest"""
+    """the worker's part of a GPU; other workers may use the rest"""
 
 
 def place(
@@ -297,8 +297,8 @@ def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping
 def _device_env(
     worker: WorkerConfig, machine: Machine, gpus: tuple[int, ...], ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Show a worker only its GPUs, or on the CPU give it its part of the cores, unless the user's environment does. The
-    `ranks` of the whole graph share the cores, because engines that each use all cores slow each other down. One core
+    """Show a worker only its GPUs. On the CPU, give it its part of the cores, unless the user's environment does. All
+    `ranks` on this host share the cores, because engines that each use all cores slow each other down. One core
     stays free for other processes: a lone engine that spun on all of 2 cores was 5 times slower at 8 streams."""
     if gpus:
         # PCI order is NVML's; CUDA's own default puts the fastest card first.

@@ -1,7 +1,7 @@
 """Make two LoRA adapters for the demo model: `python -m tools.demo_model.adapters OUT` takes a second.
 
-Their weights are random, from fixed seeds, so their text makes no sense. Tokens and the KV of every layer differ
-between the two and the model itself, so that KV of the wrong adapter changes the tokens."""
+Their weights are random, from fixed seeds, so their text makes no sense. The two adapters and the plain model differ
+in tokens and in the KV of every layer, so that KV of the wrong adapter changes the tokens."""
 
 import argparse
 import json

@@ -96,7 +96,7 @@ FILLERS: tuple[Callable[[random.Random], str], ...] = (plain_sentence, word_sala
 
 
 def filler_style(rng: random.Random) -> Callable[[], str]:
-    """Return a document's generator of filler: a random mix of the kinds, often mostly one."""
+    """Return a document's generator of filler: a random mix of the kinds, often mostly of one kind."""
     weights = (6.0, 3.0, 0.7, 2.0, 0.5)
     bent = [weight * rng.expovariate(1.0) ** 2 for weight in weights]
     return lambda: rng.choices(FILLERS, bent)[0](rng)
@@ -177,7 +177,7 @@ class Story:
         share, style, glue = rng.uniform(*self.mix.filler), filler_style(rng), rng.choice("    \n")
         end, first = self.length + budget, True
         while self.length < end:
-            # A share of tokens, not of sentences: filler sentences and facts are about equally long.
+            # A share of sentences is also that share of tokens: filler sentences and facts are about equally long.
             sentence = style() if rng.random() < share else self.tell()
             self.add(sentence if first else glue + sentence, breaks=True)
             first = False

@@ -1,4 +1,4 @@
-"""Checks for `pdserve doctor` that this host reaches each port of the graph's processes, and can read their KV."""
+"""For `pdserve doctor`: checks that this host reaches the ports that processes open for each other, and can read KV."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ CONNECT_TIMEOUT = 3.0
 MEASURE_TIMEOUT = 30.0
 """Seconds for the measurement of a host, most of them for imports."""
 MAX_MEASURED = 8
-"""Most hosts whose KV is measured: one after the other, because they share this host's network."""
+"""Most hosts from which a read of KV is measured, one after the other, because the reads share this host's network."""
 
 
 class Finding(NamedTuple):
@@ -51,8 +51,8 @@ def decoded(values: Iterable[bytes]) -> list[Instance]:
 
 
 async def check_hosts(plan: Plan, instances: list[Instance]) -> AsyncIterator[Finding]:
-    """Connect to all ports at once, so that a silent host delays no other. Then measure KV host by host, from one
-    worker of each."""
+    """Connect to all ports at once, so that a silent host delays no other. Then measure a read of KV from one worker
+    of each host, one host after the other."""
     ports = [port for instance in instances for port in _ports(instance)]
     attempts = dict(zip(ports, await asyncio.gather(*map(_connect, ports)), strict=True))
     measured = 0
@@ -108,7 +108,7 @@ async def _connect(port: Port) -> Attempted:
 
 
 def _findings(host: str, attempts: dict[Port, Attempted]) -> Iterator[Finding]:
-    """Yield one line for all open ports, and one for each closed port."""
+    """Yield one finding for all ports that were reached, and one for each that was not."""
     latency = {port: attempt.seconds for port, attempt in attempts.items() if not attempt.problem}
     if latency:
         ports = ", ".join(f"{port.number} ({port.use} of {slot_name(port.process)})" for port in latency)

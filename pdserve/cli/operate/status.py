@@ -48,7 +48,7 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve.util import clock
 
 REFRESH_INTERVAL = 1.0
-"""Seconds between two reads of all processes, at least."""
+"""Fewest seconds from the start of one read of all processes to the start of the next."""
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
 _LEVELS = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "cyan")}
 

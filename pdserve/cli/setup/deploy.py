@@ -10,7 +10,7 @@ import typer
 from pdserve.util.errors import ConfigError
 
 FILES = Path(__file__).parents[2] / "files"
-"""Folder of these files; in a checkout, it has links to those in `configs/` and `deploy/`."""
+"""Folder of the files that the wheel contains; in a checkout, it has links to files in `configs/` and `deploy/`."""
 _IN_CHECKOUT = {"chart": "deploy/helm/pdserve", "compose": "deploy", "systemd": "deploy/systemd"}
 
 

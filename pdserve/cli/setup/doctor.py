@@ -1,4 +1,4 @@
-"""`pdserve doctor`: finds why `serve` would refuse a file on this host, and servers and hosts that it cannot reach."""
+"""`pdserve doctor`: finds why `serve` would refuse a file here, and which servers and hosts this host cannot reach."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator

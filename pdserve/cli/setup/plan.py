@@ -10,7 +10,7 @@ from pdserve.contract.records import Role
 from pdserve.demo import FILE
 
 _UNKNOWN = 3
-"""exit code"""
+"""exit code if it is unknown whether the graph fits"""
 
 
 def plan(

@@ -105,7 +105,7 @@ SPECULATION_ARGUMENTS = {
     "spec-model": "model",
     "spec-tokens": "num_speculative_tokens",
 }
-"""Engine arguments of speculative decoding -> the key of speculative-config that they set."""
+"""Engine arguments of speculative decoding -> the key of speculative-config that each sets; empty: all keys."""
 _WITHOUT_MODEL = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
 """Methods of speculative decoding without a draft model: they take drafts from the tokens so far."""
 RESPONSE_ARGUMENTS = SAMPLING_ARGUMENTS | {

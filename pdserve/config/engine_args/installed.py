@@ -60,7 +60,7 @@ def resolve_model(model: str, beside: Path) -> str:
 
 
 def expand_home(path: Path) -> Path:
-    """Expand `~` in the path. Raises ValueError with the end of a sentence if its user is unknown."""
+    """Expand `~` in the path. Raises ValueError with the end of a sentence if this host has no such home folder."""
     try:
         return path.expanduser()
     except RuntimeError as error:
@@ -68,7 +68,7 @@ def expand_home(path: Path) -> Path:
 
 
 def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of a model, given by absolute path, or by hub id from the Hugging Face cache; else None."""
+    """Return a model's folder: its absolute path, or a hub id's folder in the Hugging Face cache. None: not found."""
     if model.startswith("/"):
         return Path(model) if os.path.isdir(model) else None
     home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()

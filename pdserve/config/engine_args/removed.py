@@ -61,7 +61,7 @@ def _versions() -> Mapping[str, str]:
 
 
 def removed(name: str) -> Removed | None:
-    """Return when vLLM removed the argument (kebab-case), and its replacement; None if vLLM has or never had it."""
+    """Return when vLLM removed the argument (kebab-case), and its replacement; None if vLLM has it, or never had it."""
     if (since := _versions().get(name)) is None:
         return None
     return Removed(since, next((text for names, text in _INSTEAD.items() if re.fullmatch(names, name)), ""))

@@ -61,7 +61,7 @@ _ROUTERS = {"random": "round-robin", "kv-load": "least-loaded"}
 
 def from_dynamo(tree: Mapping[str, Entry], findings: Findings) -> dict[str, Entry]:
     """Return the sections of a Dynamo file as pdserve reads them, with the keys of Common in the sections that list
-    them. Notes in the findings name the keys that are dropped or mean another one."""
+    them. Notes in the findings name each key that is dropped, or that has another name here."""
     read, sections = dict(tree), _with_common(tree, findings)
     read.pop("Common", None)
     for name, why in _SECTIONS.items():

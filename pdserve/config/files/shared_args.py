@@ -55,8 +55,8 @@ _LENGTH_IS_A_LIMIT = {
     "qwen3_moe",
     "starcoder2",
 }
-"""Model types whose KV does not depend on max-model-len in vLLM 0.32, except with longrope. Llama 4, for example,
-scales its attention by it (`default_attn_temperature_tuning`)."""
+"""Model types whose KV does not depend on max-model-len in vLLM 0.32, except with longrope. Llama 4, for example, is
+none of them: it scales its attention by max-model-len (`default_attn_temperature_tuning`)."""
 
 
 def length_changes_kv(folder: Path | None, args: Mapping[str, object]) -> bool:
@@ -91,7 +91,7 @@ def compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -
 
 
 def follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
-    """Copy the arguments that change responses to prefill workers, which may stand in for decode workers."""
+    """For prefill workers, which may stand in for decode workers: copy the arguments that change responses."""
     for name in sorted(RESPONSE_ARGUMENTS & (decode.keys() | prefill.keys())):
         if name not in prefill:
             prefill[name] = decode[name]
@@ -103,8 +103,8 @@ def follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> 
 def without_stand_in(
     decode: Arguments, prefill: SectionRead[PrefillSection], findings: Findings
 ) -> SectionRead[PrefillSection]:
-    """Turn stand-in off if prefill workers have another max-model-len than decode workers. A problem if the file sets
-    stand-in."""
+    """Turn stand-in off if PrefillWorker sets another max-model-len than VllmWorker. If the file sets `stand-in: true`,
+    report a problem too."""
     entry, longest = prefill.args.get("max-model-len"), decode.get("max-model-len")
     if entry is None or not prefill.values.stand_in or (longest and longest.value == entry.value):
         return prefill

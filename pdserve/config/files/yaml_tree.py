@@ -77,8 +77,8 @@ _OPPOSITES = (
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
-    """Return `did you mean …?` with the valid names (up to three) that begin with `name`, or with the one that it
-    misspells; else `otherwise`. Of misspellings, none that means the opposite or has further words is offered."""
+    """Return `did you mean …?` with the valid names that begin with `name`, if they are at most three, or with the one
+    that it misspells; else `otherwise`. Names that mean the opposite or have further words do not count as misspelt."""
     names = list(valid)
     longer = [each for each in names if re.match(re.escape(name) + r"[-_]", each, re.IGNORECASE)]
     if 1 <= len(longer) <= 3:
