@@ -68,7 +68,7 @@ _OF_THE_TOKENIZER = (
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
-    """Load the file. Raises ConfigError with all its problems. The plan checks whether this machine can run it."""
+    """Load the file. Raises ConfigError with all its problems. The plan checks that the graph fits this machine."""
     findings = Findings(path)
     tree = read_tree(path, findings)
     _check_format(tree, path)

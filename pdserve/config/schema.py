@@ -89,7 +89,7 @@ def _origin(origin: str) -> str:
 
 
 def _absolute(path: Path, info: ValidationInfo) -> Path:
-    """Resolve a path. A relative one counts from the file's folder, which is the context."""
+    """Resolve a path. A relative one counts from the file's folder, which `info.context` has."""
     return Path(info.context or "", expand_home(path)).resolve()
 
 

@@ -252,7 +252,7 @@ def graph_in(source: str) -> dict[str, dict[str, Any]] | None:
 
 
 def _of_manifest(node: object, count: int = 1) -> Iterator[Server]:
-    """Yield the servers of all containers in a part of a manifest; `count`: replicas of what contains it."""
+    """Yield the servers of all containers in a part of a manifest; `count`: replicas of this part."""
     if isinstance(node, list):
         for each in node:
             yield from _of_manifest(each, count)

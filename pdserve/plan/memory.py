@@ -39,7 +39,7 @@ FRONTEND_BYTES = 7 * GIB // 10
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated memory of an engine's rank; vLLM measures it at its start."""
+    """Estimated memory of an engine's rank. The engine itself measures it at its start."""
 
     weights: int
     kv_per_token: int

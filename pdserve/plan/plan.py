@@ -30,7 +30,7 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.net import is_loopback
 
 DECODE_CHUNK = 256
-"""Most tokens of a prompt that a decode worker computes in one step (docs/decisions/0025-adaptive.md)."""
+"""Most prompt tokens that a decode worker computes in a step with other requests (docs/decisions/0025-adaptive.md)."""
 UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization")
 """Arguments that change an engine's memory in ways that `memory.py` does not estimate."""
 _UNREACHED = (

@@ -59,7 +59,7 @@ class PlannedWorker:
     slot: Slot
     config: WorkerConfig
     gpus: int
-    """GPUs that it needs on this host; its slot has none if there are too few"""
+    """GPUs that the worker needs on this host; its slot has none if the host has too few"""
     memory: Memory | None = None
     """None for a simulated engine, or if sizes are unknown (`Plan.unknown` says why)"""
 
@@ -206,8 +206,8 @@ def place(
     requests: Sequence[GpuRequest], gpus: Sequence[int]
 ) -> tuple[Mapping[str, tuple[int, ...]], list[str]]:
     """Return the GPUs of each worker (none on the CPU, or if there are too few) and the problems. Pinned workers get
-    their GPUs. Each other worker in order gets neighbouring GPUs, which share the fastest links, or any GPUs if no
-    neighbours are free. A worker with a share of a GPU gets the first GPU with room for it."""
+    their GPUs. Then each other worker gets neighbouring GPUs, which share the fastest links. If no neighbours are
+    free, it gets any GPUs. A worker with a share of a GPU gets the first GPU with room for it."""
     pinned = {index for request in requests for index in request.pinned}
     groups = _groups(requests, [index for index in sorted(gpus) if index not in pinned])
     problems = []

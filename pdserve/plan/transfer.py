@@ -10,7 +10,7 @@ from pdserve.plan.slots import PlannedWorker
 
 
 def ranks_meet(config: Config, model: ModelFacts | None) -> Iterator[str]:
-    """Check the numbers of ranks. A decode rank reads some of the KV heads of one prefill rank, or all of several;
+    """Check the numbers of ranks. A decode rank reads some KV heads of one prefill rank, or all KV heads of several;
     vLLM's connector refuses the rest (`TransferTopology.tp_ratio`, `_validate_remote_agent_handshake`)."""
     decode, prefill = config.decode, config.prefill
     if decode is None or prefill is None:

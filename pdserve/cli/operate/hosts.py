@@ -142,7 +142,7 @@ async def _measure(plan: Plan, address: str) -> Finding:
 
 
 async def _run_json(command: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """Return the JSON in the last line of the output (NIXL writes lines before it); {"error": ...} if it fails."""
+    """Return the JSON in the last line of the output (NIXL writes lines before it); else {"error": ...}."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, env=env, stdout=pipe, stderr=pipe)
     try:

@@ -128,8 +128,8 @@ def _servers_down(serve: GraphRecord) -> list[Outage]:
 
 
 def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
-    """Return plain data: the registry's records, problems, and each process's load and links (None and [] if it does
-    not answer)."""
+    """Return plain data: the registry's records, problems, and each process's load and links (None and [] if the
+    process does not answer)."""
     fields = msgspec.to_builtins(state)
     cards = fields.pop("cards")
     return {

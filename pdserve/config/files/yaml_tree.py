@@ -113,7 +113,7 @@ def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
 
 
 def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry]:
-    """Like `read_tree`, but for a text. `advice` says what to do if it is not a mapping."""
+    """Like `read_tree`, but for a text. `advice` says what to do if the text is not a mapping."""
     path = findings.path
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -187,7 +187,7 @@ class _Reader:
         self._construct = _Constructor()
 
     def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
-        """Return the entries of a mapping. `above`: the nodes that contain it; an alias to one of them has no end."""
+        """Return the entries of a mapping. `above`: the nodes around the mapping, to which an alias has no end."""
         self._find_duplicates(path, node)
         self._construct.flatten_mapping(node)  # `<<: *defaults`: the mapping's own keys win
         entries = {}
