@@ -71,8 +71,8 @@ def data_folder() -> Path:
 
 
 def engine_folder(platform: str) -> Path:
-    """Return PDSERVE_ENGINE, or a folder for this lock and this Python, which all installations of pdserve share. Links
-    in PDSERVE_ENGINE are resolved, because an upgrade may change them while this process still loads files."""
+    """Return PDSERVE_ENGINE, or a folder for this lock file and this Python, which all installations of pdserve share.
+    Links in PDSERVE_ENGINE are resolved, because an upgrade may change them while this process still loads files."""
     if given := os.environ.get(ENGINE_VARIABLE):
         return Path(given).expanduser().resolve()
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"

@@ -150,10 +150,10 @@ def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | N
     """Return the peak of vLLM's profile run: a layer's MLP at max-num-batched-tokens, or the logits of max-num-seqs
     requests beside the last hidden states, whichever is larger.
 
-    The MLP has gate_up (2 x intermediate / TP), its activation (intermediate / TP) and hidden states. Eager: the
-    layer's input, the residual, the normalized input, the output, and the output of an all-reduce. Compiled: the
-    attention's output (hidden / TP), the residual before and after it, and the normalized input. Logits are gathered
-    and copied across ranks; the sampler of vLLM's model runner V2 copies none in this run.
+    The MLP has gate_up (2 x intermediate / TP), its activation (intermediate / TP) and hidden states. If eager, these
+    are the layer's input, the residual, the normalized input, the output, and the output of an all-reduce. If compiled,
+    they are the attention's output (hidden / TP), the residual before and after it, and the normalized input. Logits
+    are gathered and copied across ranks; the sampler of vLLM's model runner V2 copies none in this run.
     """
     tokens, sequences = _batch(args, gpu)
     tensor = tensor_size(args)

@@ -72,7 +72,7 @@ def smallest_gpu(worker: PlannedWorker, machine: Machine) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """The processes to plan: of some roles (None: all), with one index, on one host of workers that span hosts."""
+    """The processes to plan: of some roles, with one index, on one host of workers that span hosts. None: all."""
 
     roles: Collection[Role] | None = None
     index: int | None = None

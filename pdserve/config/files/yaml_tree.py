@@ -26,7 +26,7 @@ class Entry:
     path: str
     """`Section.key`, as written, or an environment variable"""
     line: int
-    """0: not of the file"""
+    """0: not in the file"""
     value: object = None
     """plain Python; keys of a mapping are as written"""
     children: Mapping[str, "Entry"] = field(default_factory=dict)
