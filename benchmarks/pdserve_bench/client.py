@@ -356,7 +356,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return int(self._parser.get_status_code())
 
     async def lines(self, take: Callable[[bytes], bool]) -> None:
-        """Call `take` with each line that is not empty as it arrives, until it returns True or the response is
+        """As lines arrive, call `take` with each that is not empty, until `take` returns True or the response is
         complete. Raises what `take` raises."""
         self._take = take
         self._split()

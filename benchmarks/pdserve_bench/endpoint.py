@@ -158,7 +158,7 @@ async def _answering(endpoint: Endpoint) -> Endpoint:
 
 
 class Prompts:
-    """Prompts of a given length that differ from their first words on, so that no prefix cache has them."""
+    """Prompts of a given length that differ already in their first words, so that no prefix cache has them."""
 
     def __init__(self, tokens_per_word: float, seed: int | str) -> None:
         self.tokens_per_word = tokens_per_word

@@ -26,7 +26,7 @@ from pdserve_bench.measure.runs import INTERRUPTED, run_until_stopped
 from pdserve_bench.progress import say as _say
 
 CARD = "scorecard.json"
-"""The scorecard's file, beside the logs in the folder that is kept after a failure; not written with `--json`."""
+"""The scorecard's file in the folder that is kept after a failure. With `--json`, the named file is written instead."""
 
 
 def chaos(

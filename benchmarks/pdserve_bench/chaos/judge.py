@@ -7,7 +7,7 @@ from enum import StrEnum
 from pdserve_bench.chaos.questions import Attempt
 
 STAND_IN_WITHIN = 3.0
-"""Seconds until other workers take over from killed decode workers."""
+"""Seconds that others may take to replace killed decode workers, plus twice the longest pause without a fault."""
 
 
 class Judgement(StrEnum):
@@ -32,7 +32,7 @@ class AttemptTrace:
     differed: float | None
     """When the first wrong token arrived; None without one, or if not streamed."""
     first_difference: int | None
-    """Index of the first wrong token; the length if the output is right but too short."""
+    """Index of the first wrong token; the number of tokens if they are right but too few."""
     stream: bool
     prefill: str
     instance: str

@@ -41,7 +41,7 @@ class JudgedLoad(ClosedLoop[Attempt]):
         await LoadClient(url, self._headers).ask(attempt, self._timeout)
 
     def frontend_dies(self, spared: set[int]) -> None:
-        """Tolerate connections that this death breaks, except those of client ports in `spared` (other frontends')."""
+        """Tolerate connections that this death breaks. `spared`: client ports of connections to other frontends."""
         self._killed_at, self._spared = time.monotonic(), spared
 
     def seen(self, fault: str, began: float) -> list[Seen]:

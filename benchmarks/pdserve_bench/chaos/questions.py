@@ -120,9 +120,8 @@ async def known(
 
 
 async def learn(client: LoadClient, model: str, cases: Iterator[Case], timeout: float) -> list[Case]:
-    """Ask an undisturbed graph for the outputs of a pool of cases, each alone and in a batch. Cases whose outputs
-    differ are left out, because no fault can be blamed for them. Raises Unavailable if more than half are, or
-    a request fails."""
+    """Ask an undisturbed graph for the outputs of a pool of cases, each alone and in a batch. A case whose two outputs
+    differ is left out. Raises Unavailable if these are more than half of the pool, or if a request fails."""
     pool = list(islice(cases, POOL))
     alone = [await _answer(client, model, replace(case, salt=f"a{case.salt}"), timeout) for case in pool]
     gate = asyncio.Semaphore(AT_ONCE)

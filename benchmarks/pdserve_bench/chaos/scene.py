@@ -23,9 +23,9 @@ class Fault:
     tags: tuple[str, ...] = ()
     """Further names for `--only`."""
     patient: bool = False
-    """Requests wait for workers as long as recovery may take, without the usual timeout."""
+    """Requests may wait for workers as long as a recovery may take; `patience` does not apply."""
     kills_decode: bool = False
-    """Decode workers die. Until the KV lease ends, prefill workers keep the KV that these had not read
+    """Decode workers die. Until the KV lease ends, prefill workers keep the KV that the dead had not read
     (docs/decisions/0007-lost-answers.md)."""
     silent: bool = False
     """No packet reports the loss, so others notice it seconds later."""
@@ -64,7 +64,7 @@ class Scene:
     turn: int = 0
     """Number of the fault, so that each fault hits another of several workers."""
     pool: Sequence[Case] = ()
-    """The load's prompts, if outputs cannot be computed."""
+    """The load's prompts with their outputs; empty with simulated engines, whose outputs are computed."""
     victims: list[str] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     """Instances that were ended; their leases may outlive them."""

@@ -1,5 +1,5 @@
-"""Compares the file's graph with plain vLLM in closed loops of N clients. Each client sends its next request when it
-has its response, so that one client shows what a request costs alone.
+"""Compare the file's graph with plain vLLM in closed loops of N clients. Each client sends a request when it has the
+response to its last one, so that one client shows what a request costs alone.
 
 All systems are started once and measured in turn, each count of clients in the order ABBA twice, so that steady drift
 of the machine favours none. The idle systems use 2 to 3 % of a core each meanwhile.

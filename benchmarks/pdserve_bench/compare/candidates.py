@@ -1,8 +1,8 @@
 """The candidates of a comparison, from the user's file and the machine. Pure.
 
-Aggregated: one vLLM engine with all of the hardware at several `max-num-batched-tokens`, and, behind pdserve's
-frontend, as many of the file's engines as fit. Disaggregated: the file's own split, on GPUs two splits with unequal
-tensor-parallel sizes, and every other split of the same hardware, with the file's policy.
+Aggregated: one vLLM engine with all of the hardware, at several `max-num-batched-tokens`; and as many of the file's
+engines as fit, behind pdserve's frontend. Disaggregated, with the file's policy: the file's own split, on GPUs up to
+two splits with unequal tensor-parallel sizes, and every other split of the same hardware.
 """
 
 import math
@@ -47,7 +47,7 @@ class Hardware:
     units: int
     """GPUs, CPU threads, or simulated workers."""
     prefill_width: int = 1
-    """Slots that a prefill worker takes."""
+    """How many of `slots` a prefill worker takes."""
     decode_width: int = 1
     slots: int = 0
     """Units that a split divides: GPUs; if workers share a CPU or are simulated, workers."""
@@ -112,9 +112,10 @@ def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
 
 
 def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
-    """Return splits of the GPUs where decode workers have twice the ranks of prefill workers, and half of them. Each
-    has the fewest ranks that the plan accepts (docs/decisions/0076-different-tensor-parallel-sizes.md), as many workers
-    as fit, and about half of the GPUs for each role. The file's own sizes are left out."""
+    """Return up to two splits of the GPUs: in one, a decode worker has twice the ranks of a prefill worker, in the
+    other half of them. A split has the fewest ranks that the plan accepts
+    (docs/decisions/0076-different-tensor-parallel-sizes.md), as many workers as fit, and about half of the GPUs for
+    each role. A split with the file's own sizes is left out."""
     workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
     if any(
         each.ranks != tensor_size(each.engine_args) or each.nodes > 1 or each.share < 1 for each in workers
@@ -160,8 +161,8 @@ class CandidateMaker:
 
     def aggregated(self) -> list[Candidate]:
         """Return aggregated candidates, the most promising first: one engine with all of the hardware (several batch
-        sizes, on a CPU also thread counts), then as many engines as fit. If one engine cannot
-        use all hardware, only as many engines as fit, at several batch sizes."""
+        sizes, on a CPU also thread counts), then as many engines as fit. If one engine cannot use all of the hardware,
+        there are only candidates with as many engines as fit, at several batch sizes."""
         first, *others = self._batches()
         if self.here.kind is HardwareKind.CPU:
             threads, *more = thread_counts(self.here.units)
@@ -174,8 +175,8 @@ class CandidateMaker:
         return [*found, self._engines(first)] if self._room > 1 else found
 
     def disaggregated(self) -> list[Candidate]:
-        """Return splits: the file's own first, then unequal ranks, then the others, the most similar first. If the file
-        has no prefill workers, the most balanced come first."""
+        """Return splits: the file's own, then those with unequal ranks, then the others by similarity to the file's. If
+        the file has no prefill workers, the most balanced split is the first, and the others follow by balance."""
         own = self.own_split
         order = sorted(
             splits(self.here, self.here.slots),
@@ -201,7 +202,7 @@ class CandidateMaker:
 
     @property
     def _narrower(self) -> tuple[int, int]:
-        """Tensor-parallel sizes of prefill and decode workers when one wider worker is halved; 0: the file's."""
+        """Tensor-parallel sizes of prefill and decode workers, if the file has no prefill workers; 0: the file's."""
         halved = self.here.kind is HardwareKind.GPU and self.config.prefill is None
         return (self.here.prefill_width, self.here.decode_width) if halved else (0, 0)
 
@@ -262,7 +263,7 @@ class CandidateMaker:
         return f" x {counted(max(1, self.here.units // count), noun)}"
 
     def _batches(self) -> list[int]:
-        """Return batch sizes, the file's own first. vLLM requires at least max-num-seqs."""
+        """Return batch sizes, the file's own first. vLLM requires that they are at least max-num-seqs."""
         args = self.config.decode.engine_args if self.config.decode else {}
         workers = [worker for worker in (self.config.decode, self.config.prefill) if worker is not None]
         most = sum(int(str(each.engine_args.get("max-num-seqs", 256))) * each.count for each in workers)

@@ -1,8 +1,8 @@
 """One comparison within a time budget: from a file and a load to results.
 
-Candidates run one at a time. First each is started and its goodput searched; if time runs out, the last ones are
-skipped. Then the best of each kind are searched further, and the aggregated one once more from the start to measure the
-noise.
+Candidates run one at a time. First each is started and its goodput searched; if the time is too short for all, the
+last ones are skipped. Then the search goes on for the best of each kind. For the aggregated one it is also repeated
+from the start, to measure the noise.
 """
 
 import statistics
@@ -129,7 +129,7 @@ class Comparison:
             raise Unavailable("No candidate started: " + "; ".join(each.problem for each in self.entrants))
 
     def _choose(self, measuring: Measuring, seconds: float) -> list[Entrant]:
-        """Choose as many candidates as there is time for, one of each kind first, and note the skipped ones."""
+        """Choose as many candidates as there is time for, at least two, one of each kind first; note the others."""
         together, apart = (
             [Entrant(each, measuring.unknown()) for each in candidates]
             for candidates in (self.maker.aggregated(), self.maker.disaggregated())

@@ -21,7 +21,7 @@ from pdserve_bench.progress import begin
 
 START_SECONDS = {HardwareKind.CPU: 40.0, HardwareKind.GPU: 120.0, HardwareKind.SIM: 15.0}
 LEAST_REQUESTS = 30
-"""Fewer judged requests at a bound of a candidate's goodput are too few to recommend it."""
+"""Judged requests that each bound of a candidate's goodput needs, so that the candidate can be recommended."""
 _LEAST, _MOST = 4.5, 20.0
 """Bounds of a probe's length in seconds."""
 _PROBES = 6
@@ -79,8 +79,8 @@ class Entrant:
         return search.estimate or 0.0, self.found.share(search.broken) if search.broken else 1.0
 
     def result(self, rate: float | None = None) -> CandidateResult:
-        """Summarize, with latencies at `rate`, else at the highest carried rate. If measured twice, the bounds span
-        both intervals."""
+        """Summarize, with latencies at `rate`, else at the highest carried rate. If the candidate was measured twice,
+        `carried` and `broken` span both intervals."""
         found, search, candidate = self.found, self.found.search, self.candidate
         low, high, thin = search.carried, search.broken, found.thin
         lowest = low if low is not None else min((each.rate for each in self.probes), default=0.0)

@@ -75,7 +75,8 @@ def _variables(plan: Plan, threads: int) -> dict[str, str]:
 
 
 def _share_of_a_gpu(plan: Plan) -> float | None:
-    """Return the smallest sum of a GPU's memory shares, at most vLLM's default; None if the file sets no share."""
+    """Sum the workers' memory shares on each GPU and return the smallest sum, at most vLLM's default; None if the file
+    sets no share."""
     if not any("gpu-memory-utilization" in worker.config.engine_args for worker in plan.workers):
         return None
     shares = [

@@ -1,5 +1,6 @@
 """Recommend a candidate from the measured results. Pure. The rules, in this order:
-1. A candidate that dropped requests or did not start is out, and so is a result from too few requests.
+1. A candidate that dropped requests or did not start is out. If the best of a kind had too few requests to be judged,
+nothing is recommended, unless rule 2 decides without it.
 2. If a rate is given and the aggregated engine carries it with headroom, disaggregation gains nothing.
 3. Otherwise the higher goodput wins, if the intervals do not overlap and the gain exceeds the noise (the baseline
 measured twice).
@@ -38,7 +39,7 @@ class AtLoad:
     ttft: tuple[float, float] = (0.0, 0.0)
     """Median and 90th percentile."""
     gap: tuple[float, float] = (0.0, 0.0)
-    """Of each request's longest gap."""
+    """Median and 90th percentile of each request's longest gap."""
 
     @property
     def share(self) -> float:
@@ -295,7 +296,7 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
 
 
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
-    """Say how many times higher the winner's goodput is; with wide intervals, the minimum. Empty from 100 on."""
+    """Say how many times as high the winner's goodput is, or, with wide intervals, at least is. Empty from 100 on."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""

@@ -5,11 +5,11 @@
 
 Starts a graph with simulated engines (with --real that of configs/local.yaml). It sends the handwritten requests
 (`corpus.py`), repeats them as streams, which must not change the status, and from clients that disconnect at a random
-time, then sends about --requests that schemathesis generates from the graph's /openapi.json. A canary client with known
-outputs runs beside them. Findings: a 5xx, a malformed response (an unknown error format, a stream without its end), a
-timeout (these with a curl command), a wrong or late output of the canary, and leftovers: KV blocks, requests, slots,
-processes that ended, memory, tracebacks. With --attack, greedy clients (`attack.py`) run instead. Exit code 1 if there
-are findings.
+time. Then it sends about as many requests as --requests says, which schemathesis generates from the graph's
+/openapi.json. A canary client with known outputs runs beside them. Findings, the first three with a curl command: a 5xx
+or other wrong status, a malformed response (an unknown error format, a stream without its end), a timeout, a wrong or
+late output of the canary, and leftovers: KV blocks, requests, slots, processes that ended, memory, tracebacks. With
+--attack, greedy clients (`attack.py`) run instead. Exit code 1 if there are findings.
 """
 
 import argparse

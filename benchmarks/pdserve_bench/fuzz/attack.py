@@ -55,7 +55,7 @@ class Attackers:
     model: str
     max_model_len: int
     statuses: Counter[str] = field(default_factory=Counter)
-    """Counts of results by kind."""
+    """Counts of requests by kind of client and result."""
 
     def __post_init__(self) -> None:
         self._dice = Random(4711)
@@ -100,7 +100,7 @@ class Attackers:
         return await self._ask(self._body(stream=True), headers)
 
     async def prompts(self, headers: dict[str, str]) -> str:
-        """Send a hundred long prompts, half of the time without prefix hits."""
+        """Send a request with a hundred copies of one long prompt, which is a new one half of the time."""
         prompt = [self._dice.choice([300, self._dice.randint(301, 999)])] * (self.max_model_len - 96)
         return await self._ask(self._body(prompt=[prompt] * 100, max_tokens=1), headers)
 

@@ -44,9 +44,9 @@ MAX_CANARY_WAIT = 30.0
 MAX_HOLD = 2.0
 """CPU seconds for which requests may block a frontend's event loop."""
 POLL_INTERVAL = 0.02
-"""Seconds between two measurements of it."""
+"""Seconds between two measurements of how long the event loop is blocked."""
 PACE = 0.15
-"""CPU seconds of the reference machine for a sum of five million numbers; blocking is scaled to it."""
+"""CPU seconds of the reference machine for a sum of five million numbers. Measured times are scaled to that machine."""
 TOLD_EVERY = 10.0
 GROWTH = {"blocks": 0, "sockets": 8, "files": 8, "tasks": 8, "threads": 24, "MiB": 400}
 """Tolerated growth per process: pools and allocators fill up. The soak test finds slow leaks."""
@@ -156,7 +156,7 @@ class Fuzzer:
         self.report.seconds = time.monotonic() - began
 
     async def _measure_holds(self, frontend: psutil.Process) -> None:
-        """Measure the frontend's CPU time (not wall time) before it responds to a trivial request."""
+        """Measure the CPU time (not wall time) that the frontend uses until it responds to a trivial request."""
         async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT) as http:
             while True:
                 began = sum(frontend.cpu_times()[:2])
@@ -250,7 +250,7 @@ class Fuzzer:
 
     async def _burst(self, places: int) -> None:
         """Send as many requests as the workers run at once; all must run at the same time. A leaked slot makes a
-        request wait for another's end in each burst. On a busy machine single bursts may start late, but not all."""
+        request wait for another's end in each burst. On a busy machine this happens in some bursts, but not in all."""
         client = LoadClient(self.graph.url, self._headers)
         for _ in range(BURSTS):
             burst = [Exchange(completion(self.graph.model, [300 + n], BURST_OUTPUT)) for n in range(places)]

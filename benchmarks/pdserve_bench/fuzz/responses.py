@@ -7,7 +7,7 @@ from typing import Any
 from pdserve_bench.fuzz.request import FuzzRequest
 
 OVERLOAD = frozenset({429, 503, 504})
-"""Statuses of overload and deadlines. A request without a deadline may get only 429 unexpectedly."""
+"""Statuses of overload and deadlines. Of these, every request may get 429, but not every one the others."""
 EXCUSED = {
     "'ResponseOutputRefusal' object has no attribute 'text'": "vLLM: a refusal among the input of /v1/responses",
 }
@@ -16,7 +16,7 @@ UNSTREAMED = (b"stream=True", b"Streaming is not")
 """Messages of refusals caused by `stream` itself."""
 _LAST = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
 UNREADABLE = b"Invalid HTTP request received."
-"""Start of responses to invalid HTTP heads. These have no route, so no error format applies."""
+"""Start of responses to invalid HTTP heads. Such requests have no route, so no error format applies."""
 
 
 def problem(request: FuzzRequest, status: int, kind: str, answer: bytes) -> str:

@@ -1,7 +1,7 @@
 """Probes for goodput: send requests at one rate for some seconds and count those that keep the SLO.
 
-A probe starts on an idle server (`Canary`), so that it inherits no backlog, and is cut short once too many requests
-have missed the SLO.
+A probe starts on an idle server (`Canary`), so that no earlier requests slow it down. It is cut short once too many
+requests have missed the SLO.
 """
 
 import asyncio
@@ -64,9 +64,9 @@ class Probe:
     run: LoadRun = field(default_factory=LoadRun)
     tally: Tally = field(default_factory=Tally)
     hopeless: bool = False
-    """Cut short because the SLO could not be kept any more; requests that were running do not count."""
+    """Cut short because too many requests had missed the SLO. Running ones that had broken no bound do not count."""
     counted: bool = False
-    """Used by the search, because nothing interrupted it."""
+    """The search uses the probe, because nothing interrupted it."""
     stall: float = 0.0
     """Longest delay of the load generator itself, in seconds."""
     foreign: float | None = None
@@ -85,8 +85,8 @@ class Probe:
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to each first token; for requests without one, waits that exceed the bound. Refused and interrupted
-        requests do not count."""
+        """Seconds to each first token; for requests without one, the waits that exceed the bound. Refused requests do
+        not count."""
         until = self.run.ended or time.monotonic()
         times = []
         for each in self.run.exchanges:
@@ -142,7 +142,7 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
 
 
 async def _watch_stalls(made: Probe) -> None:
-    """Wake every 10 ms and record the delay, by which sends and arrival times are late too."""
+    """Wake every 10 ms and record the longest delay: sends and arrival times are as late as these wake-ups."""
     while True:
         due = time.monotonic() + _BEAT
         await asyncio.sleep(_BEAT)
@@ -178,8 +178,8 @@ class _Watched:
         return wilson(max(0, expected - self._missed), expected)[1] < self._share
 
     def nothing_to_learn(self) -> bool:
-        """Whether all requests were sent and all that still run have missed the SLO. Waits until those without progress
-        count as hung, and marks them as failed."""
+        """Whether all requests were sent and all that still run have missed the SLO. False until requests without
+        progress count as hung; then these are marked as failed."""
         run, slo, now = self._made.run, self._slo, time.monotonic()
         running = [each for each in run.exchanges if each.outcome is Outcome.UNFINISHED]
         if (
@@ -197,7 +197,7 @@ class _Watched:
 
 
 class Canary:
-    """A tiny request. If its latency is that of the idle server, there is no backlog."""
+    """A tiny request. If its latency is that of the idle server, no other requests wait there."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint

@@ -57,8 +57,9 @@ class GoodputResult:
 
     @property
     def thin(self) -> float | None:
-        """An end of the interval with too few judged requests (`options.least`); None without one. Unless hardly any
-        request kept the SLO, a broken rate is probed twice, because a busy moment of the machine breaks any rate."""
+        """An end of the interval to probe again, because it has too few judged requests (`options.least`); None without
+        one. The broken end is probed again only once, as a busy moment of the machine may have broken it. If hardly any
+        request kept the SLO, it is not probed again."""
         least, low, high = self.options.least, self.search.carried, self.search.broken
         if low is not None and self.judged(low) < least:
             return low
@@ -100,8 +101,8 @@ async def find_goodput(
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    """Return the seconds of a probe. A low rate gets more, for twice the requests that prove it if all keep the SLO
-    (Wilson's interval; for 90 %, 49 in all)."""
+    """Return the seconds of a probe. A low rate gets more time, up to `options.longer` times `seconds`: for 90 %, time
+    for 49 requests. That is twice what proves a rate carried if all keep the SLO (Wilson's interval)."""
     least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
     return max(options.seconds, min(least / rate, options.longer * options.seconds))
 

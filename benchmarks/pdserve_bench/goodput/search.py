@@ -33,7 +33,7 @@ class _Rate:
 
     @property
     def share(self) -> float:
-        """Pooled share; the median if probes contradict each other, because then the machine disturbed some."""
+        """Share of all samples. If `TRIES` samples contradict each other, their median: the machine disturbed some."""
         if len(self.samples) >= TRIES and self._contradict:
             return statistics.median(kept / requests if requests else 1.0 for kept, requests in self.samples)
         return self.kept / self.requests if self.requests else 1.0
@@ -107,7 +107,7 @@ class GoodputSearch:
 
     @property
     def interval(self) -> tuple[float | None, float | None]:
-        """`carried` and `broken` among the rates with certain samples; None without such a rate."""
+        """Highest certain rate up to `carried`, and lowest certain rate from `broken` on; None without one."""
         low, high = self.carried, self.broken
         sure = {rate for rate, found in self._rates.items() if found.sure}
         return (
@@ -143,8 +143,8 @@ class GoodputSearch:
         return high / low <= (1 + self.precision) * (1 + 1e-9)
 
     def _beyond(self, end: float, far: float, bound: float) -> float | None:
-        """Return a rate beyond the lowest or highest probed one. `far` is the distance of that rate's share from the
-        target (0 to 1): a small distance takes a small step."""
+        """Return a rate beyond `end`, the lowest or highest probed one. `far` is the distance of the share at `end`
+        from the target (0 to 1): a small distance takes a small step."""
         if end == bound:
             return self._again(end)
         step = min(_STEP, max((1 + self.precision) ** 1.98, _STEP ** (1.5 * far)))

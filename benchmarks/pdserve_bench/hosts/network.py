@@ -94,8 +94,8 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self._numbers = iter(range(2, 255))
         self._thread = ThreadPoolExecutor(1)
-        """Is in the network's namespace. It lives until `close`, because the kernel kills a host when the thread that
-        started it ends."""
+        """A thread in the network's namespace. It lives until `close`, because the kernel kills a host when the thread
+        that started it ends."""
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Run in a thread, because changing links takes several commands and must not block clients of this loop."""

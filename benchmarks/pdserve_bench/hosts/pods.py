@@ -28,7 +28,7 @@ from pdserve_bench.hosts.network import Host, HostProcess, Network
 Object = dict[str, Any]
 CHART = Path("deploy/helm/pdserve")
 HELM = Path(sys.prefix) / "tools/kubernetes/helm"
-"""Where `make dev` installs it."""
+"""Where `make dev` installs helm."""
 PROGRAMS = {
     "/usr/local/bin/etcd": [str(etcd_binary())],
     "/usr/local/bin/etcdctl": [str(etcd_binary().with_name("etcdctl"))],
@@ -64,7 +64,7 @@ class Pod:
     """ConfigMap or Secret -> file -> text"""
     process: HostProcess | None = None
     builds: Mapping[str, Path] = field(default_factory=dict)
-    """Tag of pdserve's image -> folder with the package; without one it runs this checkout."""
+    """Tag of pdserve's image -> folder with the package; without one the pod runs this checkout."""
 
     @property
     def is_role(self) -> bool:

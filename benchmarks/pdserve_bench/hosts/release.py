@@ -1,8 +1,8 @@
 """A release of the chart in the small kubelet (`hosts/pods.py`), and its rolling updates, as after `helm upgrade`.
 
 All Deployments and StatefulSets roll at the same time: a Deployment within its maxSurge and maxUnavailable, a
-StatefulSet one pod after another, from the last. Left out: disruption budgets, and the scaling of the old template
-where template and replicas change together.
+StatefulSet one pod after another, from the last. Left out: disruption budgets, and scaling the old pods when template
+and replicas change together.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class RunningPod:
 
 
 class Release(Lifetime):
-    """Leaving the context kills the pods. It raises Unavailable, in a group, if a container ends by itself, or if a
-    deleted pod ends with an error or leaves processes or shared memory."""
+    """Leaving the context ends the probes; the pods end with their network. The context raises Unavailable, in a group,
+    if a container ends by itself, or if a deleted pod ends with an error or leaves processes or shared memory."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Release(Lifetime):
         self.running: list[RunningPod] = []
         """Without deleted pods."""
         self.urls: list[str] = []
-        """Of the frontends that new connections reach. It stays the same list."""
+        """URLs of the frontends that new connections reach. The list object stays the same."""
         self._net, self._folder = net, folder
         self._secrets, self._builds = secrets, builds
         self._serials = count()
@@ -74,8 +74,8 @@ class Release(Lifetime):
                 life.cancel()
 
     async def upgrade(self, objects: Sequence[Object]) -> None:
-        """Install a rendering, or bring the pods to it. Returns when its pods are ready and all others are gone. Raises
-        TimeoutError."""
+        """Install a rendering, or bring the pods to it. Returns when its pods are ready and all that it replaced have
+        ended. Raises TimeoutError."""
         files = {each["metadata"]["name"]: each["data"] for each in objects if each["kind"] == "ConfigMap"}
         self._files = {**self._secrets, **files}
         rolls = {"Deployment": self._roll_deployment, "StatefulSet": self._roll_stateful_set}

@@ -81,7 +81,7 @@ class ClosedLoop(Lifetime, Generic[E]):
         self._go.set()
 
     async def idle(self) -> None:
-        """Wait until nothing is in flight, while paused."""
+        """Wait until no request is in flight. Call `pause` first."""
         async with self._news:
             await self._news.wait_for(lambda: not self.running)
 

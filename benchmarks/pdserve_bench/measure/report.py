@@ -27,7 +27,7 @@ from pdserve.util.errors import ConfigError
 
 Cell = str | float | int | None
 PIPE_WIDTH = 110
-"""Characters per line of a table in a pipe; wide figures may exceed them."""
+"""Characters per line of a table in a pipe. Wide columns may exceed them, because numbers are never broken."""
 _NAME = 50
 """Characters at which a text cell is folded."""
 _BETWEEN = 3

@@ -65,8 +65,9 @@ class LoadRun:
 
     def summary(self, slo: Slo | None = None) -> dict[str, float]:
         """Return statistics: seconds, and requests or tokens per second. Gaps are between the tokens of a request
-        (ITL); `longest gap` has one sample per request. Latencies cover finished requests; rates, those that finished
-        by `closes`; `kept` (a share) and `goodput` (kept requests per second), all requests."""
+        (ITL); `longest gap` has one sample per request. Latencies are of finished requests, rates of those that
+        finished by `closes`. `kept` is the share of all requests that kept the SLO. `goodput` is, in this run, the
+        number per second of requests that kept it."""
         finished = self.of(Outcome.FINISHED)
         ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
         gaps = [gap for exchange in finished for gap in exchange.gaps]

@@ -38,7 +38,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> list[int]:
-        """Hash ids that fit into the prompt; the rest of the prompt is unique."""
+        """Hash ids whose blocks begin in the prompt; tokens after these blocks are unique."""
         return self.hash_ids[: -(-self.input_length // self.block)]
 
     def shrunk(self, divisor: int) -> "TraceRequest":

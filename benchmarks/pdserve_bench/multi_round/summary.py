@@ -16,7 +16,7 @@ from pdserve_bench.multi_round.workload import MultiRound, Question
 _LATE = 0.05
 """Seconds of this program's own delay (p99) above which the report warns."""
 _HELD = 0.01
-"""The report mentions late questions if their share is above this."""
+"""The report mentions questions that waited for a late response (`Question.held`) if their share is above this."""
 _SHOWN_ERRORS = 5
 _RAW = ("user", "round", "prompt_tokens", "cached_tokens", "output_tokens", "prefill", "error")
 
@@ -37,7 +37,7 @@ class MultiRoundResult:
 
     def lines(self) -> list[tuple[str, str]]:
         """The summary's names and values as printed by multi-round-qa, for comparison: rates count from the first
-        question until the last response. (multi-round-qa counts failed requests as in flight.)"""
+        question until the last response. Failed requests do not count as in flight, as they do in multi-round-qa."""
         run, finished, figures = self.run, self.finished, self.run.summary()
         none = "" if finished else "none"
         begin = min((question.started for question in finished), default=run.began)

@@ -42,7 +42,7 @@ class Visit(NamedTuple):
 class Question(Exchange):
     user: int = 0
     round: int = 0
-    """1 starts the chat; later ones may have prefix hits."""
+    """1 is the user's first question in this run; later ones may have prefix hits."""
     late: float = 0.0
     """Seconds of delay caused by this program."""
     held: float = 0.0
@@ -92,9 +92,9 @@ class MultiRound:
         return self.shared_system_prompt + self.user_history_prompt + self.num_rounds * round_
 
     def visits(self) -> Iterator[Visit]:
-        """Yield visits in order of time, without end, as in a steady state: chats that began before the start come
-        first, in the middle of their rounds. Users join at regular intervals, shifted randomly by the seed within each,
-        so that they do not ask at the same moments."""
+        """Yield visits in order of time, without end, as in a steady state: some chats began before the start and are
+        in the middle of their rounds. Users join at regular intervals, each at a random moment within its interval, so
+        that they do not ask at the same moments."""
         dice = Random(f"{self.seed} arrivals")
         early = list[tuple[float, int]]()
         for slot in range(-int(self.interval * (self.num_rounds - 1) / self.joining) - 1, 0):
@@ -121,8 +121,8 @@ class MultiRound:
 
 
 class Texts:
-    """The texts of one run, determined by the seed. Another seed differs from the first word on, so that no prefix
-    cache has them."""
+    """The texts of one run. Another seed gives texts that differ from the first word on, so that no prefix cache has
+    them."""
 
     def __init__(self, shared: int, history: int, seed: int) -> None:
         """`shared`: words of the common system prompt; `history`: words of each user's own history."""

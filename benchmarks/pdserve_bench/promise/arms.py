@@ -21,7 +21,7 @@ from pdserve_bench.progress import begin
 SETTLED = 0.5
 """Seconds until all processes apply new settings."""
 BETWEEN = 3.0
-"""Assumed seconds between two windows, until some were measured."""
+"""Assumed seconds between two windows, for the first half; the second half uses those measured in the first."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Arm:
 
 
 OFF = Arm("off", {})
-"""No SLO; prompts are routed as the file says."""
+"""No SLO; the file's policy decides between local and remote prefill."""
 WAYS = (
     Arm(
         "all remote",

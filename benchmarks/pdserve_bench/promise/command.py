@@ -44,9 +44,9 @@ def promise(
     seed: Seed = None,
     json: Json = None,
 ) -> int:
-    """Measure what a promise (SLO) gains: run the running graph without SLO and with each of several, set as live
-    settings, at each rate (Poisson arrivals), then all of it again in reverse order. Each SLO is judged where it is
-    set and where none is. The settings are restored at the end. Nothing else should use the graph.
+    """Measure what a promise (SLO) gains: load the running graph without an SLO and with each of several, set as live
+    settings, at each rate (Poisson arrivals), then all of it again in reverse order. Each SLO is judged with itself
+    set and with none set. The settings are restored at the end. Nothing else should use the graph.
 
     examples:
       pdserve bench promise                                             three promises in eight minutes

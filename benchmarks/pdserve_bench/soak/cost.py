@@ -27,9 +27,9 @@ from pdserve_bench.measure.samples import percentile
 from pdserve_bench.options import numbers
 
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
-"""Short responses, so that a worker's streams rarely share a step: sharing would save messages in small graphs."""
+"""Short responses, so that sequences of a worker rarely share a step: in small graphs, this would save messages."""
 SETTLE = 6.0
-"""Seconds from the first requests to the measurement of the idle graph."""
+"""Seconds from the end of the warm-up to the measurement of the idle graph."""
 IDLE = 20.0
 """Seconds for which the idle graph is measured."""
 KINDS = ("frontend", "decode", "prefill", "nats", "etcd", "serve")

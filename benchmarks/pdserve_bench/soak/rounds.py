@@ -35,7 +35,7 @@ PROMPT_TOKENS, ANSWER_TOKENS = 400, 24
 MIXED = 24
 """Requests of `MixedLoad` in each round."""
 LENGTHS = (8, 1200)
-"""Their shortest and longest prompt in tokens."""
+"""Shortest and longest prompt of these requests, in tokens."""
 TIMEOUT = 120.0
 """Seconds for each request."""
 IDLE_WITHIN = 60.0

@@ -55,7 +55,7 @@ class Part:
     instance: Instance | None = None
     """The registered role; None for `serve`, NATS and etcd."""
     folder: Path | None = None
-    """Where it writes files."""
+    """Where the process writes files."""
     parent: psutil.Process | None = None
     """Of a role that runs alone: the small process that a manager started."""
 
@@ -162,8 +162,8 @@ async def nats_keeps(graph: GraphRecord) -> int:
 
 
 def early_and_late(samples: Sequence[UsageSnapshot]) -> tuple[UsageSnapshot, UsageSnapshot]:
-    """Return the median usage of the first and of the last third of the samples, after a quarter for the warm-up. A
-    process must be in most samples of a third: one that restarts may be missing in some."""
+    """Leave out the first quarter of the samples, the warm-up, and return the median usage of the first and of the last
+    third of the rest. A process counts if most samples of a third have it: one that restarts may be missing in some."""
     warm = samples[len(samples) // 4 :]
     count = max(1, len(warm) // 3)
     return _median(warm[:count]), _median(warm[-count:])

@@ -17,7 +17,7 @@ GREEDY, POLITE = "127.0.0.2", "127.0.0.3"
 STREAMS = 200
 OUTPUT = 1000
 MAX_EXTRA_WAIT = 5.0
-"""Seconds that other clients may wait longer than before, for a response or a token."""
+"""By how many seconds the waits of other clients for a response or a token may grow."""
 QUIET_SAMPLES = 3
 ASK_EVERY = 1.0
 MAX_DEAD_WORKERS = 2
@@ -51,12 +51,12 @@ async def read_nothing(scene: Scene) -> float | None:
 
 
 def _longest_pause(attempts: Iterable[Attempt]) -> float:
-    """Return the longest wait for a token of the streamed attempts, in seconds; 0 without any."""
+    """Return the longest wait for a token in the streamed attempts, in seconds; 0 if none was streamed."""
     return max((attempt.longest_wait for attempt in attempts if attempt.case.stream), default=0.0)
 
 
 def _unread(scene: Scene, number: int) -> socket.socket | None:
-    """Return None if the request is refused, which is allowed."""
+    """Send a long streamed request and return its socket unread; None if the connection fails, which is allowed."""
     url = scene.running.graph.url
     body = {
         "model": scene.running.graph.model,

@@ -1,4 +1,5 @@
-"""Unload a LoRA adapter under load. Earlier requests get its outputs, even if their worker dies; later ones get 404."""
+"""Unload a LoRA adapter under load. Requests sent before get its outputs, even if their worker dies; later ones get
+404."""
 
 import asyncio
 

@@ -15,7 +15,7 @@ from pdserve_bench.graphs.launch import StartedGraph
 LOGS_WITHIN = 30.0
 _CHUNK = bytes(1 << 20)
 RECREATED = ("lock", "graph.json", "credentials", "logs", "settings.json", "servers")
-"""Files that restarts and other commands need; those that existed must be recreated."""
+"""Files and folders that restarts and other commands need; those that existed must be recreated."""
 BACK_WITHIN = 10.0
 
 

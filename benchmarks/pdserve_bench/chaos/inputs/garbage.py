@@ -24,7 +24,7 @@ MAX_LOG_LINES = 2000
 LOOPBACK = ("127.", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 _HANDSHAKE = 2.0
-"""Seconds to wait for a ZeroMQ peer's handshake, without which nothing is sent; long, for busy machines."""
+"""Seconds to wait for a ZeroMQ peer's handshake (long, as machines may be busy). Without it no message is sent."""
 _TIMEOUT = 0.3
 
 

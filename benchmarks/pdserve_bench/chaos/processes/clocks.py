@@ -24,7 +24,7 @@ OFFSETS = (5.0, -40.0)
 """Seconds; the second offset is longer than etcd and KV leases."""
 READY_WITHIN = 180.0
 TOLERATED = 0.1
-"""Share of remote prefills that may fail. Clocks alone cause none, but the machine may be slow."""
+"""Share of remote prefills that may fail. Wrong clocks alone make none fail, but the machine may be slow."""
 DEADLINE = {"x-request-timeout": "30"}
 """A deadline shorter than the largest clock error: comparing processes' times of day would expire it."""
 WORK = {

@@ -123,8 +123,8 @@ def _server(target: Target, supervisor: int) -> Victim:
 
 
 def _group(pid: int, supervisor: int) -> int:
-    """Return the process group of a process; 0 if its leader was not started by the graph's supervisor, because nothing
-    else may be harmed. Without `serve`, a role is the child of its group's leader."""
+    """Return the process group of a process, or 0: only groups whose leader the graph's supervisor started may be
+    harmed. Without `serve`, a role is the child of its group's leader."""
     try:
         group = os.getpgid(pid) if pid > 0 else 0
         return group if group and psutil.Process(group).ppid() == supervisor else 0

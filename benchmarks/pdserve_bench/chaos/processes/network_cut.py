@@ -2,8 +2,8 @@
 
 Every TCP connection between the group and other processes gets a socket filter at both ends that drops incoming data,
 acknowledgements and resets, like a pulled cable. Listening sockets drop connection attempts. Connections opened
-meanwhile are cut after about twenty milliseconds. Connections inside the group stay, as on a host without a network,
-and so does shared memory between engines (UCX): start such graphs with UCX_TLS=tcp.
+meanwhile are cut after about twenty milliseconds. Connections inside the group stay, as on a host without a network.
+Shared memory between engines (UCX) cannot be cut, so start the graph with UCX_TLS=tcp.
 
 Needs pidfd_getfd on the processes at both ends (root, or the same user if ptrace_scope allows it), but neither nft nor
 iptables.

@@ -1,5 +1,5 @@
 """Pause a host with its clock, like a virtual machine during a snapshot or migration: a frontend and a decode worker
-stop, and to them no time has passed when they continue, while others have freed and reused their resources.
+stop, and see no time pass. When they continue, other processes have freed and reused what was held for these two.
 
 Every process of the graph preloads a library that subtracts the nanoseconds in the process's file from CLOCK_MONOTONIC,
 and adds them to absolute times passed to the kernel.

@@ -1,4 +1,4 @@
-"""Kills at bad moments: of workers that are still starting, repeatedly, and of `serve` itself."""
+"""Kills at bad moments: of a worker that is still starting, several times in a row, and of `serve` itself."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ AFTER_DRAIN = 20.0
 
 
 async def kill_workers(scene: Scene) -> float | None:
-    """Kill a serving worker every 3 to 6 s, not faster, because a request that lost two workers is quarantined."""
+    """Kill a serving worker every 3 to 6 s: requests fail if they lose too many workers (`MAX_LOSSES`)."""
     dice = random.Random(scene.options.seed)
     end = time.monotonic() + KILLING_HOLDS * scene.options.hold
     due, killed, young = 0.0, 0, 0

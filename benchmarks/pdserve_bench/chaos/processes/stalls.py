@@ -1,5 +1,5 @@
-"""Stall the engine of one worker beside idle ones, too briefly for a kill: requests go to the others within seconds,
-and to this worker again when it continues."""
+"""Stall the engine of one of several workers, too briefly for a kill: requests go to the other workers within seconds,
+and to this one again when its engine continues."""
 
 import asyncio
 import os
