@@ -2,7 +2,7 @@
 response to its last one, so that one client shows what a request costs alone.
 
 All systems are started once and measured in turn, each count of clients in the order ABBA twice, so that steady drift
-of the machine favours none. The idle systems use 2 to 3 % of a core each meanwhile.
+of the machine favours no system. The idle systems use 2 to 3 % of a core each meanwhile.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ FIGURES = {
     "finish p50": ("whole p50", 1000.0),
     "finish p90": ("whole p90", 1000.0),
 }
-"""Columns: key of `LoadRun.summary`, factor."""
+"""By column: key in `LoadRun.summary`, and a factor."""
 
 
 @dataclass

@@ -51,15 +51,16 @@ def compare(
     Candidates, one at a time: one vLLM engine with all of the hardware of FILE's graph, at several
     max-num-batched-tokens, on a CPU also with one thread less than it has cores; as many of its engines as
     fit; the graph of FILE and other splits with FILE's policy; on GPUs also decode workers with twice and half the
-    tensor-parallel size of the prefill workers. Each is measured by its goodput, the highest rate at which 90 % of the
-    requests keep --ttft and --gap; the best of each kind longer, and the aggregated one twice, to know the noise.
+    tensor-parallel size of the prefill workers. Each is measured by its goodput, the highest rate at which enough
+    requests (--share) keep --ttft and --gap. The best of each kind is measured longer, and the best aggregated one
+    twice, to know the noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
     of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. Arrivals are
     Poisson. The result is for --rate, else for the mean rate of a trace with timestamps, else for the maximal rate.
 
     With --clients, no goodput is searched: FILE's graph and one plain vLLM engine (on a CPU, with each number of
-    threads) run side by side and answer so many clients in turn, each of which waits for its response.
+    threads) run side by side. In turn, each serves these numbers of clients, which ask again once they have a response.
 
     Nothing else should run on the machine. Ctrl-C shows the result so far. The exit code is 0 whatever the result.
 

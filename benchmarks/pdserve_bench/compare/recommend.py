@@ -128,7 +128,7 @@ class Criteria:
     noise: float | None = None
     """Relative difference of two measurements of one system; None: not measured."""
     foreign: float | None = None
-    """CPU share of other programs meanwhile; None: unknown."""
+    """CPU share of other programs during the probes; None: unknown."""
 
     @property
     def doubts(self) -> tuple[str, ...]:

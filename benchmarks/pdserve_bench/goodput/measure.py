@@ -75,7 +75,7 @@ class Probe:
 
     @property
     def judged(self) -> int:
-        """All requests, except those that were cut off before they broke a bound."""
+        """Number of requests; in a hopeless probe, without those that were cut off before they broke a bound."""
         return self.tally.requests - (self.tally.unfinished if self.hopeless else 0)
 
     @property
@@ -167,13 +167,13 @@ class _Watched:
                 self._missed += not self._slo.kept(exchange)
 
     def _late(self, exchange: Exchange, now: float) -> bool:
-        """Whether the first token or a gap was too late, or the next token is over a second late."""
+        """Whether the first token was too late, a gap was too long, or the next token is over a second late."""
         hangs = bool(exchange.arrivals) and now - exchange.arrivals[-1] > self._slo.gap + 1
         return hangs or self._slo.broke_ttft(exchange, now) or self._slo.broke_gap(exchange)
 
     @property
     def hopeless(self) -> bool:
-        """Whether too many requests missed the SLO even if all others keep it."""
+        """Whether so many requests missed the SLO that the share is too low even if all others keep it."""
         expected = max(round(self._made.rate * self._made.seconds), self._taken)
         return wilson(max(0, expected - self._missed), expected)[1] < self._share
 

@@ -37,7 +37,7 @@ class MultiRoundResult:
 
     def lines(self) -> list[tuple[str, str]]:
         """The summary's names and values as printed by multi-round-qa, for comparison: rates count from the first
-        question until the last response. Failed requests do not count as in flight, as they do in multi-round-qa."""
+        question until the last response. Only multi-round-qa counts failed requests as in flight."""
         run, finished, figures = self.run, self.finished, self.run.summary()
         none = "" if finished else "none"
         begin = min((question.started for question in finished), default=run.began)

@@ -1,6 +1,6 @@
 """The arms of the comparison. An arm is one set of live settings of the running graph, measured with its own prompts.
 All arms have the same arrivals, and run forwards, then backwards (ABBA), so that steady drift of the machine favours
-none."""
+no arm."""
 
 import asyncio
 import time

@@ -68,7 +68,7 @@ class SoakReport:
     after: UsageSnapshot
     load: MixedLoad
     seconds: float
-    """Seconds until everything was back, or the timeout."""
+    """Seconds from the last request until all values were back, or until the timeout."""
 
     @property
     def problems(self) -> list[str]:

@@ -77,7 +77,7 @@ class Traffic:
 @dataclass
 class SoakRounds:
     samples: list[UsageSnapshot] = field(default_factory=list)
-    """Of the idle graph after each round."""
+    """Usage of the idle graph after each round."""
     done: Counter[str] = field(default_factory=Counter)
     """Requests by how they ended, and restarts."""
     failures: list[str] = field(default_factory=list)

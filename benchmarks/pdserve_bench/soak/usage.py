@@ -39,7 +39,7 @@ class Usage:
     threads: int | None = None
     MiB: int | None = None
     kept: int | None = None
-    """Of a server, stored NATS messages and consumers, or etcd keys; of a folder, its files."""
+    """What NATS, etcd or a folder keeps: the number of messages and consumers, of keys, or of files."""
     disk: int | None = None
     """MiB of files in the process's folder."""
 
@@ -97,7 +97,7 @@ def _innermost_pid(pid: int) -> int:
 async def measure_usage(
     parts: Mapping[str, Part], stored: Mapping[str, int], folders: Mapping[str, Path] | None = None
 ) -> UsageSnapshot:
-    """Measure these processes and other folders. `stored` is the data in each server."""
+    """Measure these processes, and `folders` besides. `stored`: what each server keeps (`Usage.kept`)."""
     found: dict[str, Usage] = {}
     instances = [part.instance for part in parts.values() if part.instance]
     blocks = held(instances, await read_loads(instances))

@@ -52,8 +52,8 @@ def _clusters(scene: Scene) -> Clusters:
 
 
 async def _led(clusters: Clusters) -> list[ClusterInfo]:
-    """Return leader and replicas of the prefill queue's stream, then of its consumer, as a member reports them; empty
-    if none does."""
+    """Return what a member reports: leader and replicas of the prefill queue's stream, then of its consumer. Empty if
+    no member reports them."""
     for member in clusters.nats:
         with suppress(*PASSING, ValueError):
             async with short_connection(member.url) as client:

@@ -72,7 +72,7 @@ class Cut:
         return sum(remote is not None for _, _, (_, remote) in list(self._sockets))
 
     async def keep(self) -> None:
-        """Cut new connections until cancelled, in a thread, because this event loop measures pauses."""
+        """Until cancelled, cut new connections. This happens in a thread, because this event loop measures pauses."""
         while True:
             await asyncio.sleep(_POLL_INTERVAL)
             if _open_sockets(self._members) != self._known:
