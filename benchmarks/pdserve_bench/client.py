@@ -410,7 +410,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(self._buffer[:nbytes])
             self._split()
-        except Exception as error:  # raised by the pending read
+        except Exception as error:  # the pending read raises it
             self._error, self._over = error, False
             self.abort()
         if self._take is None or self._enough or self._over:

@@ -74,7 +74,7 @@ class Attackers:
             try:
                 async with asyncio.timeout(PATIENCE):
                     status = await attack(self, key_headers(_key(kind)))
-            except (OSError, EOFError) as error:  # a TimeoutError among them
+            except (OSError, EOFError) as error:  # TimeoutError is an OSError
                 status = type(error).__name__
             finally:
                 self.statuses[f"{kind}: {status}"] += 1

@@ -101,5 +101,5 @@ def goodput(
         work,
         lambda complete: report_of(result, title[0]) if complete or result.probes else None,
         json,
-        lambda: not (result.search.carried or result.search.broken),  # out of time without a result
+        lambda: not (result.search.carried or result.search.broken),  # fails if there is no result
     )

@@ -131,7 +131,7 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
         task.cancel()
         stalls.cancel()
         try:
-            # not `await task`, which would swallow a Ctrl-C
+            # `await task` would swallow a Ctrl-C
             await asyncio.gather(task, stalls, return_exceptions=True)
         finally:
             run.ended = run.ended or time.monotonic()

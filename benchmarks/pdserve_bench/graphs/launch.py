@@ -129,7 +129,7 @@ class ServerRun:
         try:
             await asyncio.wait_for(wait_for_exit(self.process), STOP_WITHIN)
         except TimeoutError:
-            self.process.kill()  # its guardian ends its children
+            self.process.kill()  # the server's guardian ends the children
             await wait_for_exit(self.process)
 
 

@@ -198,7 +198,7 @@ class Host:
 
     def _end(self) -> None:
         for process in psutil.Process(self._holder.pid).children() if self._holder.poll() is None else ():
-            process.kill()  # the first process; the kernel kills the others with it
+            process.kill()  # this is the first process: the kernel kills the others with it
         self._holder.wait()
         for process in self._processes:
             process.wait()

@@ -108,7 +108,7 @@ class Pod:
         if "exec" in probe:
             return await self._exec(probe["exec"]["command"]) == 0
         with suppress(httpx.HTTPError):
-            # no TLS, so do not load the CAs' certificates each time
+            # probes use no TLS, so do not load the CAs' certificates each time
             async with httpx.AsyncClient(
                 trust_env=False, timeout=probe["timeoutSeconds"], verify=False
             ) as client:
@@ -136,7 +136,7 @@ class Pod:
         image, _, tag = spec["image"].partition(":")
         words = spec.get("command") or [image]
         env = {name: os.environ[name] for name in _MACHINE if name in os.environ}
-        if build := self.builds.get(tag):  # not from the working directory, which may be a checkout
+        if build := self.builds.get(tag):  # do not import from the working directory: it may be a checkout
             env |= {"PYTHONPATH": str(build), "PYTHONSAFEPATH": "1"}
         env["HOME"] = "/var/lib/pdserve"
         for each in spec["env"]:
@@ -160,7 +160,7 @@ class Pod:
             target, volume = mount["mountPath"], volumes[mount["name"]]
             target = _ELSEWHERE.get(target, target)
             if target == "/tmp":
-                continue  # the host's own, which contains this machine's folders
+                continue  # each host has its own /tmp, with this machine's folders in it
             lines.append(f"mkdir -p {target}")
             if "emptyDir" in volume:
                 lines.append(f"mount -t tmpfs -o mode=1777 tmpfs {target}")

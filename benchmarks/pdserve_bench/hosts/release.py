@@ -156,7 +156,7 @@ class Release(Lifetime):
         was_ready = running.ready
         code = await pod.end()
         left = pod.host.processes() + (pod.host.shared_memory() if pod.is_role else [])
-        expected = {0} if pod.is_role and was_ready else {0, -SIGTERM}  # etcd ends itself by the signal
+        expected = {0} if pod.is_role and was_ready else {0, -SIGTERM}  # etcd ends by the signal
         if code not in expected or left:
             raise Unavailable(f"{running.name} ended with {code} on SIGTERM, and left {left or 'nothing'}")
         self._net.remove(running.name)

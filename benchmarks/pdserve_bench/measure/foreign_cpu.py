@@ -35,5 +35,5 @@ def _ours() -> float:
     this, seconds = psutil.Process(), 0.0
     for process in (this, *this.children(recursive=True)):
         with suppress(psutil.Error):
-            seconds += sum(process.cpu_times()[:4])  # own, and of reaped children
+            seconds += sum(process.cpu_times()[:4])  # its own, and those of reaped children
     return seconds

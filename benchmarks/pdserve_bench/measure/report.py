@@ -119,7 +119,7 @@ class Report:
         for rows in self.tables:
             _say(console, rows.title, "bold")
             table, width = rows.drawn()
-            console.width = max(usual, width)  # may exceed the terminal
+            console.width = max(usual, width)  # the table may be wider than the terminal
             console.print(table)
             console.width = usual
             console.print()
@@ -186,5 +186,5 @@ def revision(file: Path) -> str:
     try:
         git("ls-files", "--error-unmatch", file.name)
         return git("describe", "--always", "--dirty")
-    except (OSError, subprocess.CalledProcessError):  # no repository, or no git
+    except (OSError, subprocess.CalledProcessError):  # there is no repository, or no git
         return ""

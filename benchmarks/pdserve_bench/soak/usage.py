@@ -68,7 +68,7 @@ def parts_of_serve(
     found = {"serve": Part(psutil.Process(supervisor))}
     roles = {instance.pid: instance for instance in instances}
     for child in psutil.Process(supervisor).children():
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # the process has ended meanwhile
             if role := roles.get(child.pid):
                 found[role.id.rpartition("-")[0]] = Part(child, role)
             elif (server := child.name().partition("-")[0]) in servers:
@@ -80,7 +80,7 @@ def part_alone(started: int, instances: Iterable[Instance], folder: Path | None 
     """Return the role below the process that a manager started; None if it is not registered. Pids in `instances` are
     of the role's own pid namespace."""
     by_pid = {instance.pid: instance for instance in instances}
-    with suppress(psutil.Error, OSError):  # it has ended meanwhile
+    with suppress(psutil.Error, OSError):  # the process has ended meanwhile
         parent = psutil.Process(started)
         for child in parent.children():
             if instance := by_pid.get(_innermost_pid(child.pid)):
@@ -128,7 +128,7 @@ def _files_of(folder: Path) -> tuple[int, int]:
 def _below(role: psutil.Process) -> Iterator[tuple[str, Usage]]:
     """Yield the processes below a role's, such as vLLM's engine core."""
     for number, child in enumerate(role.children(recursive=True)):
-        with suppress(psutil.Error, OSError):  # it has ended meanwhile
+        with suppress(psutil.Error, OSError):  # the process has ended meanwhile
             yield f"child {number}", _of(child)
 
 

@@ -39,7 +39,7 @@ def payloads(seed: int) -> list[bytes]:
         encode(Cancel(["nobody"])),
         encode({"type": "Submit", "request_id": 7, "prompt": "x"}),
         encode([1, None, {"a": b"\x00"}]),
-        b"\xdd\xff\xff\xff\xff",  # msgpack: an array of 4 billion
+        b"\xdd\xff\xff\xff\xff",  # in msgpack, this announces an array of 4 billion
         b"\xff" * 16,
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
@@ -106,7 +106,7 @@ def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
     )
     _send(
         host, port, lambda end: _as_zeromq(end, [], b"\x02" + b"\x7f" + b"\xff" * 7)
-    )  # a frame of 2^63 - 1 bytes
+    )  # this announces a frame of 2^63 - 1 bytes
     _as_frontend(host, port, everything)
 
 

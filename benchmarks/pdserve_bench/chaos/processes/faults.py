@@ -179,13 +179,13 @@ async def injected(
                 await asyncio.sleep(IN_A_ROW)
             yield
         case Harm.DAMAGE:
-            _send(victims, signal.SIGSTOP)  # so that none restarts before the damage
+            _send(victims, signal.SIGSTOP)  # stops them, so that none restarts before the damage
             for victim in victims:
                 damage(state_dir / "servers" / victim.name)
             _send(victims, signal.SIGKILL)
             yield
         case Harm.DRAIN:
-            _send(victims, signal.SIGTERM, os.kill)  # only the role, which stops its children
+            _send(victims, signal.SIGTERM, os.kill)  # signals only the role, which stops its children
             yield
         case Harm.HANG:
             _send(victims, signal.SIGSTOP)

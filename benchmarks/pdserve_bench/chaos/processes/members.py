@@ -174,7 +174,7 @@ def _victim(scene: Scene, member: EmbeddedServer) -> Victim:
     return Victim(member.name, member.child.pid)
 
 
-# afterwards
+# recovery
 
 
 async def _until_whole(clusters: Clusters) -> None:

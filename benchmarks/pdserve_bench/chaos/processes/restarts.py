@@ -100,7 +100,7 @@ async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
     victims = [family[0], *(each for each in family if guardian and _is_guardian(each))]
     running.away = True
     for process in victims:
-        process.suspend()  # so that no process sees another end first
+        process.suspend()  # suspends all, so that no process sees another end
     for process in victims:
         process.kill()
     running.serve.process.wait()
