@@ -84,8 +84,8 @@ def program(doc: str | None) -> argparse.ArgumentParser:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Return the code of a `python -m` program; if it raises pdserve's error, log that and return 2 or 1 as `pdserve`
-    does."""
+    """Run a `python -m` program and return its exit code. If it raises a PdserveError, print that and return 2 or 1, as
+    `pdserve` does."""
     try:
         return main()
     except PdserveError as error:

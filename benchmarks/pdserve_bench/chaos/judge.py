@@ -102,7 +102,7 @@ def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool
 
 
 def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Return the first index where they differ, or the length of the shorter one; None if they are equal."""
+    """Return the first index at which the two differ, at most the length of the shorter one; None if they are equal."""
     for index, (token, right) in enumerate(zip(got, expected, strict=False)):
         if token != right:
             return index

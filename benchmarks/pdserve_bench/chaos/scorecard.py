@@ -1,4 +1,4 @@
-"""The scorecard of `pdserve chaos`: a row for each fault, the verdict, and their output as table and JSON."""
+"""The scorecard of `pdserve chaos`: a row for each fault, and the verdict; as table and as JSON."""
 
 import json
 from collections import Counter
@@ -27,7 +27,7 @@ class Row:
     hung: int = 0
     wrong: int = 0
     apart: int = 0
-    """Requests lost with connections to the killed frontend, which nothing can save."""
+    """Requests lost with their connections to the killed frontend. Nothing can save these."""
     p99_pause: float = 0.0
     """Seconds."""
     slowest: str = ""

@@ -7,7 +7,7 @@ from typing import Any
 from pdserve_bench.fuzz.request import FuzzRequest
 
 OVERLOAD = frozenset({429, 503, 504})
-"""Statuses of overload and deadlines. Of these, every request may get 429, but not every one the others."""
+"""Statuses of overload and deadlines. Of these, only 429 is allowed for every request."""
 EXCUSED = {
     "'ResponseOutputRefusal' object has no attribute 'text'": "vLLM: a refusal among the input of /v1/responses",
 }

@@ -293,7 +293,7 @@ async def plain_vllm(
     say: Callable[[str], None],
     variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[str]:
-    """Start vLLM's own API server, the baseline, and return its URL once it responds. On a CPU host it gets one thread
+    """Start vLLM's own API server, the baseline, and yield its URL once it responds. On a CPU host it gets one thread
     and 1 GiB of KV cache unless `variables` say otherwise."""
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""The CPU share that other programs take during a measurement, which they slow down unevenly."""
+"""The CPU share that other programs take during a measurement. They slow down the measured systems unevenly."""
 
 import time
 from contextlib import suppress

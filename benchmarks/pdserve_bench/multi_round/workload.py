@@ -33,7 +33,7 @@ class Visit(NamedTuple):
 
     user: int
     at: float
-    """When its first question of the run is due, in seconds after the start."""
+    """When the user's first question of the run is due, in seconds after the start."""
     first_round: int
     """1, or later for a user that was active before the start."""
 

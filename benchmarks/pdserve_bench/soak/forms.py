@@ -40,7 +40,7 @@ KEY = "sk-of-the-soak"
 
 def harm(turn: int) -> tuple[str, Signals]:
     """Return the part to restart, and how to end it: all in turn by SIGTERM, then all by SIGKILL. A frontend's requests
-    would fail by SIGKILL, so it always gets SIGTERM."""
+    would fail by SIGKILL, so a frontend always gets SIGTERM."""
     rounds, place = divmod(turn, len(RESTARTED))
     name = RESTARTED[place]
     return name, SIGKILL if rounds % 2 and not name.startswith("frontend") else SIGTERM

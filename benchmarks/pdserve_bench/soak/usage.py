@@ -17,7 +17,7 @@ from pdserve_bench.graphs.watch import held, read_loads, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0, "disk": 8}
 """Tolerated growth. Thread pools (asyncio, gRPC) fill on demand. Allocators keep freed memory, but a leak of 10 KB per
-request exceeds their margin after thousands of requests. A metrics scrape or an etcd call may use a socket."""
+request exceeds the margin in MiB after thousands of requests. A metrics scrape or an etcd call may use a socket."""
 WAL_MIB = 128
 """Tolerated growth of etcd's data in MiB: its write-ahead log has files of 64 MiB, and the next one is allocated in
 advance."""

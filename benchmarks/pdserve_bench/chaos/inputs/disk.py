@@ -65,7 +65,7 @@ def _fill(write: Callable[[bytes], object]) -> None:
 
 
 async def _silent(folder: Path) -> list[str]:
-    """Return the decode workers whose log does not grow; under load it gets a line per request."""
+    """Return the decode workers whose log does not grow, although each request under load writes a line."""
     before = _sizes(folder)
     silent = set(before)
     deadline = time.monotonic() + LOGS_WITHIN

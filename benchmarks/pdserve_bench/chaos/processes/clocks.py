@@ -26,7 +26,7 @@ READY_WITHIN = 180.0
 TOLERATED = 0.1
 """Share of remote prefills that may fail. Wrong clocks alone make none fail, but the machine may be slow."""
 DEADLINE = {"x-request-timeout": "30"}
-"""A deadline shorter than the largest clock error: comparing processes' times of day would expire it."""
+"""A deadline shorter than the largest clock error. It would expire if processes compared their times of day."""
 WORK = {
     Role.PREFILL: "pdserve_prefill_queue_wait_seconds_count",
     Role.DECODE: "pdserve_prefill_total",

@@ -85,7 +85,7 @@ _SERVERS = (Target.NATS, Target.ETCD)
 class Victim:
     name: str
     group: int
-    """Its process group; for an engine core, its pid."""
+    """The victim's process group; for an engine core, the pid."""
 
 
 def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: int) -> list[list[Victim]]:
@@ -156,7 +156,7 @@ async def harm(scene: Scene, target: Target, how: Harm, victim: Victim | None = 
 
 
 async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
-    """Return the client ports of connections to the other frontends, which must survive."""
+    """Return the client ports of connections to the other frontends. These connections must survive."""
     dying = {victim.name for victim in victims}
     frontends = await scene.watch.instances(Role.FRONTEND)
     others = [psutil.Process(instance.pid) for instance in frontends if instance.id not in dying]

@@ -87,7 +87,7 @@ async def take_nats(scene: Scene) -> float | None:
 
 
 async def _until_said(scene: Scene, since: float) -> float | None:
-    """Return the time by which all had reported the loss; None after --hold seconds."""
+    """Return the time by which all prefill workers had reported the loss; None after --hold seconds."""
     while (now := time.monotonic()) < since + scene.options.hold:
         if all(worker.queue_lost for worker in await scene.watch.instances(Role.PREFILL)):
             return now
