@@ -1,8 +1,8 @@
 """Cut the network of a process group without firewall rules.
 
 Every TCP connection between the group and other processes gets a socket filter at both ends that drops incoming data,
-acknowledgements and resets, like a pulled cable. Listening sockets drop connection attempts. Later
-connections are cut after about twenty milliseconds. Connections inside the group stay, as on a host without a network.
+acknowledgements and resets, like a pulled cable. Listening sockets drop connection attempts. Later connections
+are cut after about twenty milliseconds. Connections inside the group stay, as on a host without a network.
 Shared memory between engines (UCX) cannot be cut, so start the graph with UCX_TLS=tcp.
 
 Needs pidfd_getfd on the processes at both ends (root, or the same user if ptrace_scope allows it), but neither nft nor
