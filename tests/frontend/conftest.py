@@ -58,7 +58,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:max_tokens is deprecated:DeprecationWarning"
-    )  # vLLM's own
+    )  # vLLM's own code causes it
 
 
 def card(name: str = "demo", **changes: object) -> ModelCard:
@@ -78,7 +78,7 @@ class Graph:
     """A frontend in this process, on a real port, with decode workers without engines (`EchoWorker`)."""
 
     def __init__(self, id: str = "frontend-0-test", registry: MemoryServer | None = None) -> None:
-        """`registry`: shared with the first frontend, for a second frontend of the same graph."""
+        """For a second frontend of the same graph, `registry` is that of the first."""
         self.id, self.registry = id, registry or MemoryServer()
         self._count = 0
         self.models: ServedModels
@@ -87,7 +87,7 @@ class Graph:
         self.app: FrontendApp
         self.url = ""
         self.http: httpx.AsyncClient
-        """a client of this frontend"""
+        """an HTTP client that asks this frontend"""
 
     async def start(self, stack: AsyncExitStack, state: Path, tracer: Tracer | None = None) -> None:
         enter, serial = stack.enter_async_context, itertools.count()
@@ -127,7 +127,7 @@ class Graph:
         return found
 
     def app_with(self, keys: ApiKeys, plugins: Iterable[str] = PLUGINS) -> FrontendApp:
-        """Return another app of the same models, with these keys."""
+        """Return another app of the same models, with these keys and plugins."""
         context = replace(self.context, keys=keys, running={})
         return FrontendApp(self.models, keys, Plugins.load(context, plugins), 20.0)
 
@@ -143,8 +143,8 @@ class Graph:
         role: Role = Role.DECODE,
         **options: Any,
     ) -> AsyncIterator[EchoWorker]:
-        """Yield a registered worker. If `connected`, first wait until the frontend has connected. On exit, kill it and
-        end its lease. `options`: fields of EchoWorker; with `archive`, the worker's model is on another host."""
+        """Yield a registered worker. If `connected`, first wait until the frontend has connected. On exit, kill the
+        worker and end its lease. `options`: fields of EchoWorker; with `archive`, the worker's model is on another host."""
         self._count += 1
         worker = EchoWorker(f"{role.value}-0-{self._count:04}", model, role=role, **options)
         served = card(model, fingerprint=worker.loaded, generation=generation)

@@ -82,7 +82,7 @@ class Model:
         self.order.append(permit.admission.client)
 
     def end(self, permit: SequencePermit | None = None) -> None:
-        """End this sequence, or else the first running one. A request ends with its last sequence."""
+        """End this sequence or, if none is given, the first running one. A request ends with its last sequence."""
         permit = permit or self.running[0]
         self.running.remove(permit)
         permit.release()
@@ -212,7 +212,7 @@ def test_a_client_with_its_share_of_the_slots_gets_no_more_while_others_wait() -
     model.end()
     assert not singles[1].waiting
     model.take(singles[1])
-    model.end(model.running[0])  # then each client runs two
+    model.end(model.running[0])  # the crowd gets this slot: then each client has two
     assert singles[2].waiting
     assert sum(not admission.waiting for admission in crowd) == 1
 
@@ -248,7 +248,9 @@ def test_before_the_rate_is_known_the_wait_is_estimated_from_slots_and_run_times
     model.estimate.record(100, ttft=20.0, decode_seconds=0.0)
     for _ in range(2):
         model.ask("a")
-    assert model.refuses("a") == pytest.approx(100 / 3 - 30)  # 5 before it, 3 slots, 20 s each; max_wait 30 s
+    assert model.refuses("a") == pytest.approx(
+        100 / 3 - 30
+    )  # 5 requests wait, 3 slots, 20 s each; max_wait 30 s
     assert model.ask("b").waiting
 
 
@@ -444,7 +446,7 @@ def test_an_unread_sequence_that_is_paused_may_end() -> None:
 
 
 def test_some_slots_are_kept_for_sequences_that_can_pause() -> None:
-    """A client that runs nothing gets one of them for a sequence that cannot pause, too."""
+    """A client without a slot gets one of these slots even for a sequence that cannot pause."""
     model = Model(16, pauses=True)
     model.streams("greedy", 40, can_pause=False)
     assert len(model.running) == 12

@@ -32,13 +32,13 @@ def decode_worker(*, at_once: int = 8, kv: int = 1000) -> Instance:
         (decode_worker(), Requests(8, load=Load(waiting=1, remote=1)), 1, Capacity(8, 1, 1000)),
         (decode_worker(), Requests(8, load=Load(waiting=8, remote=8)), 1, Capacity(8, 2, 1000)),
         (decode_worker(at_once=1), Requests(1, load=Load(waiting=1, remote=1)), 1, Capacity(1, 1, 1000)),
-        # the sum of tokens exceeds the cache, but shared prefixes may leave space: one more if all have begun
+        # The requests' tokens exceed the cache, but prefixes may be shared. If all have begun, one more may come.
         (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 1)),
         (decode_worker(), Requests(4, 1100, starting=True, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 0)),
         (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.95)), 1, Capacity(8, 4, 0)),
-        # without other frontends, the worker's older report does not count
+        # with one frontend, the worker's report of running requests does not count (it may be old)
         (decode_worker(), Requests(2, 0, load=Load(running=10)), 1, Capacity(8, 6, 1000)),
-        # several frontends: an equal part, or more if the others leave it unused
+        # several frontends: each gets an equal part, or more if the others leave theirs unused
         (decode_worker(), Requests(load=Load(running=0)), 2, Capacity(8, 8, 500)),
         (decode_worker(), Requests(2, load=Load(running=4)), 2, Capacity(8, 4, 500)),
         (decode_worker(), Requests(2, load=Load(running=30)), 2, Capacity(8, 2, 500)),

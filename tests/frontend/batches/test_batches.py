@@ -52,7 +52,7 @@ class Served:
     def __init__(self, graph: Graph, folder: Path, keys: list[ApiKey]) -> None:
         self.drains = False
         self.faults: dict[str, Exception | ASGIApp] = {}
-        """by custom_id: the response or exception in place of the line's request"""
+        """by custom_id: the app that answers the line in place of the frontend's, or the exception that is raised"""
         self.statuses = Counter[int]()
         """how many responses to lines had each status"""
         config = FrontendConfig(batches=folder)

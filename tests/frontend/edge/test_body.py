@@ -147,7 +147,7 @@ def test_brackets_in_a_string_are_no_parts() -> None:
 def test_requests_that_would_block_the_event_loop_are_large(
     fields: dict[str, object], large: bool, of_prompt: int
 ) -> None:
-    """`of_prompt`: logprobs for each prompt token, of all outputs together, which count in the size."""
+    """`of_prompt`: logprobs per prompt token, summed over all outputs. They count in the size."""
     body = parse_body("/v1/completions", json.dumps({"user": "a" * 40, **fields}).encode())
     assert body.is_large is large
     assert body.size.logprobs == of_prompt * body.size.prompt_tokens

@@ -192,7 +192,7 @@ async def test_without_a_key_no_body_is_buffered(graph: Graph, either: ServerCer
             server.say(POST + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n", answers=1),
         )
     assert (declared, in_chunks) == ([401], [401])
-    assert expecting.startswith(b"HTTP/1.1 401")  # and no 100 before it
+    assert expecting.startswith(b"HTTP/1.1 401")  # no 100 came before the 401
     assert b"server:" not in expecting.lower()
     assert b"connection: close" in expecting
 
@@ -238,7 +238,7 @@ async def test_connections_beyond_the_limit_are_closed(
         ask = GET + b"\r\n"
         silent = [
             await asyncio.open_connection(*server.address) for _ in range(2)
-        ]  # over TLS: without a handshake
+        ]  # they send nothing, not even a TLS handshake
         await until(lambda: len(connections._entered) == 2)
         with suppress(ConnectionError, ssl.SSLError):
             assert await server.say(ask) == b""

@@ -41,7 +41,7 @@ _WITHOUT_SERVE = (
 
 
 def test_roles_started_without_serve_share_a_port_if_one_process_started_them() -> None:
-    """Systemd needs this to start a frontend's successor. To another process, an error names the two holders."""
+    """Systemd needs this to start a frontend's successor. Another process gets an error that names the two holders."""
     holders, pids, port = [], list[str](), "0"
     for _ in range(2):
         command = [sys.executable, "-c", _WITHOUT_SERVE, port]
@@ -367,7 +367,7 @@ async def test_a_late_event_loop_reads_a_request_before_it_closes_an_idle_connec
             (connection,) = connections.open
             connection.shutdown()
             client.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
-            time.sleep(2 * LINGER)  # noqa: ASYNC251  # the loop has not read when the connection is to be closed
+            time.sleep(2 * LINGER)  # noqa: ASYNC251  # blocks the loop beyond the time to close
             answer = await asyncio.to_thread(client.recv, 4096)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in answer

@@ -1,4 +1,4 @@
-"""A request has the same status with and without `stream`. Log, metrics and receipt show a failed stream as failed."""
+"""A wrong request has the same status with and without `stream`. Log, metrics and receipt show a failed stream as failed."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ CASES = [
     *((RESPONSES, name) for name in ("regex", "logit_bias", "stop_token_ids")),
     *((path, RANK) for path in (CHAT, COMPLETIONS, MESSAGES)),
 ]
-"""(route, key in WRONG or RANK), for routes that have the field; vLLM reads no rank for /v1/responses"""
+"""(route, key of WRONG, or RANK): each route with the fields that it has. For /v1/responses, vLLM reads no rank."""
 
 
 def asked(path: str, name: str = "", **more: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -52,7 +52,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_refused_requests_reach_no_worker(graph: Graph, stream: bool) -> None:
-    """A stream gets the same status, because the start of its response is held back until its first part."""
+    """A stream gets the same status, because the start of its response waits for the first part of its body."""
     async with graph.worker() as worker:
         for path, changes, status, said in REFUSED_AS_STREAMS if stream else REFUSED:
             body = completion() if path == "/v1/completions" else {"model": "demo", "input": "hello"}
@@ -82,7 +82,7 @@ async def test_refused_requests_hold_no_capacity(graph: Graph) -> None:
 
 
 async def test_only_the_waiting_request_that_cannot_be_encoded_fails(graph: Graph) -> None:
-    """Request `a` fails when the second worker's link comes up. The link stays up and serves request `b`."""
+    """Request `a` fails when the second worker's stream opens. The stream stays open and serves request `b`."""
     async with graph.worker(pace=None) as first:
         waiting = [post(graph, presence_penalty=0.5, request_id="a"), post(graph, request_id="b")]
         await first.until(lambda: len(first.jobs) == 2)

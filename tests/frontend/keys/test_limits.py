@@ -1,4 +1,4 @@
-"""Limits of API keys. The test passes the time."""
+"""Limits of API keys. The tests state the time of each call."""
 
 import pytest
 
