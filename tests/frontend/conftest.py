@@ -144,7 +144,7 @@ class Graph:
         **options: Any,
     ) -> AsyncIterator[EchoWorker]:
         """Yield a registered worker. If `connected`, first wait until the frontend has connected. On exit, kill the
-        worker and end its lease. `options`: fields of EchoWorker; with `archive`, the worker's model is on another host."""
+        worker and end its lease. `options`: fields of EchoWorker. With `archive`, the model is on another host."""
         self._count += 1
         worker = EchoWorker(f"{role.value}-0-{self._count:04}", model, role=role, **options)
         served = card(model, fingerprint=worker.loaded, generation=generation)

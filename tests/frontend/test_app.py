@@ -128,7 +128,7 @@ async def test_a_deadline_ends_a_request_everywhere(graph: Graph, pace: float | 
 async def full(
     graph: Graph, limits: AdmissionLimits
 ) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
-    """Yield a worker with two slots, and the request that uses both; `finish` ends it."""
+    """Yield a worker with two slots, and the request that uses both slots. `finish` ends the request."""
     async with graph.worker(pace=None, at_once=2) as worker:
         await until(lambda: bool(graph.models.usable_workers().get("demo")))
         running = asyncio.create_task(complete(graph, n=2, temperature=1.0))
@@ -167,7 +167,7 @@ async def test_a_request_beyond_the_queue_is_429_and_has_a_receipt(graph: Graph)
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "RateLimitError"
-    assert counted.status_code == 200  # needs no engine
+    assert counted.status_code == 200  # tokenizing needs no engine
     (receipt,) = graph.plugins.receipts(1, None, "waits")
     assert (receipt.hops[0].name, receipt.hops[0].why) == ("admission", "")
     assert receipt.hops[0].seconds > 0

@@ -71,7 +71,7 @@ class EchoWorker:
     """seconds between steps; None: only `step()` makes them"""
     prefill: str = "local"
     asks: bool = False
-    """send no `Placed`, as while a prompt waits for a prefill worker"""
+    """send no `Placed`, as a worker does while a prompt waits for a prefill worker"""
     at_once: int = 0
     """its slots (`max_num_seqs`); 0: not published"""
     loaded: str = ""
@@ -99,7 +99,7 @@ class EchoWorker:
 
     def __post_init__(self) -> None:
         self.placed = Placed("", self.prefill, "test")
-        """sent for every request, under that request's id"""
+        """sent for every request (unless `asks` or `fail` is set), under that request's id"""
         self._stream = TcpStreamServer("127.0.0.1")
         self._frontends: dict[str, None] = {}
         self._alive = True

@@ -89,7 +89,7 @@ def test_arguments_that_matter_to_a_frontend_are_passed_on_and_no_others() -> No
 
 
 def test_each_request_has_its_whole_images_whatever_the_file_sets() -> None:
-    """vLLM's processor cache would omit images sent before, even to another engine."""
+    """vLLM's processor cache would omit images that were sent before, even if to another engine."""
     for engine_args in ({}, {"mm_processor_cache_gb": 4}):
         assert parse_args(argv(**engine_args)).mm_processor_cache_gb == 0
 

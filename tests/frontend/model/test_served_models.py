@@ -126,7 +126,7 @@ async def test_a_listed_model_is_ready(graph: Graph, monkeypatch: pytest.MonkeyP
 async def test_a_new_frontend_waits_for_a_model_whose_card_changes_meanwhile(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a rolling upgrade the old frontend would end before the new one can serve."""
+    """Otherwise, in a rolling upgrade, the old frontend would end before the new one can serve."""
     build = {"old": asyncio.Event(), "new": asyncio.Event()}
 
     @asynccontextmanager
@@ -179,7 +179,7 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
 
 
 async def test_a_link_to_a_killed_worker_ends_when_another_worker_has_its_address(graph: Graph) -> None:
-    """A killed worker's link reconnects to its successor in the same pod, at the same address."""
+    """The link to a killed worker reconnects, because the worker's successor in the pod has the same address."""
     async with graph.worker() as successor, MemoryRegistry(graph.registry) as registry:
         killed = msgspec.structs.replace(successor.instance, id="decode-9-killed")
         await registry.put(keys.instance(killed), encode_record(killed))
@@ -196,7 +196,7 @@ async def test_requests_that_wait_for_a_slot_are_a_backlog_in_seconds(graph: Gra
 
     async with (
         graph.worker("queued", pace=None, at_once=2) as worker,
-        graph.worker("queued", role=Role.PREFILL, connected=False, at_once=64),  # may stand in
+        graph.worker("queued", role=Role.PREFILL, connected=False, at_once=64),  # it may stand in
     ):
         asked = [asyncio.create_task(complete(graph, model="queued", max_tokens=1)) for _ in range(6)]
         await until(lambda: graph.models.report().waiting == 4)
@@ -333,7 +333,7 @@ async def test_version(graph: Graph) -> None:
 
 
 async def test_routing_is_round_robin_and_can_be_changed(graph: Graph) -> None:
-    """`least-loaded` adds the load that workers report, which includes other frontends' requests."""
+    """`least-loaded` also counts the load that workers report, which includes other frontends' requests."""
     async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
             await complete(graph, max_tokens=1)

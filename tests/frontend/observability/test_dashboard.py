@@ -1,4 +1,4 @@
-"""`/dashboard` in headless Chromium: of a frontend with an `EchoWorker`, and with made-up states of graphs.
+"""`/dashboard` in headless Chromium shows a frontend with an `EchoWorker`, or made-up states of graphs.
 `tests/observe/test_problems.py` tests which problems are found."""
 
 import asyncio
@@ -246,7 +246,7 @@ async def test_a_chat_shows_where_it_was_prefilled(graph: Graph, browser: Browse
         await page.fill("#prompt", "again")
         await page.click("#send")
         await expect(page.locator(".answer").nth(1)).not_to_be_empty()
-        await page.click("#clear")  # while it streams
+        await page.click("#clear")  # while the answer streams
         await expect(page.locator("#send")).to_be_visible()
         await page.fill("#max-tokens", "4")
         await page.fill("#prompt", question := "And then? " * 20)
@@ -341,7 +341,7 @@ async def test_a_frontend_that_does_not_answer_is_shown_until_it_does(graph: Gra
         await visit.says("the page shows its last state")
         await expect(visit.page.locator("#problems")).not_to_contain_text("All is well")
         await visit.page.route("**/dashboard/state", lambda route: route.fulfill(json={}))
-        await visit.looks_again()  # a state that the page cannot show
+        await visit.looks_again()  # the page cannot show this state
         await visit.page.unroute_all()
         await expect(live).to_contain_text("live")
         await visit.says("All is well")

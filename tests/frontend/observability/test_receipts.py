@@ -192,7 +192,7 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
 
 @asynccontextmanager
 async def other_frontend(graph: Graph, kept: list[Receipt]) -> AsyncIterator[list[tuple[object, ...]]]:
-    """Register another frontend with these receipts. Yield the arguments with which it was asked for receipts."""
+    """Register another frontend with these receipts. Yield the arguments of each question for them."""
     asked: list[tuple[object, ...]] = []
 
     def tell(limit: int, key: str | None, request_id: str) -> list[Receipt]:

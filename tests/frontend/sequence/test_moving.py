@@ -37,7 +37,7 @@ async def steps(worker: EchoWorker, count: int) -> None:
 async def moved(
     graph: Graph, generated: int, shift: int = 0, **changes: Any
 ) -> tuple[EchoWorker, EchoWorker, httpx.Response]:
-    """Return a worker that died after `generated` tokens, the next worker of its request, and the response. With
+    """Return a worker that died after `generated` tokens, the next worker of the request, and the response. With
     `shift`, the second worker generates other tokens."""
     async with graph.worker(pace=None) as first:
         request = post(graph, **changes)
@@ -103,7 +103,7 @@ async def test_a_request_with_stateful_sampling_is_replayed(
         await steps(first, generated)
         async with graph.worker(pace=None) as second:
             await first.die()
-            await steps(second, 2)  # then lost again, possibly during the replay
+            await steps(second, 2)  # then the request is lost again, possibly during the replay
             async with graph.worker() as third:
                 await second.die()
                 answer = await request
@@ -212,7 +212,7 @@ async def test_a_lost_request_waits_for_a_worker(graph: Graph) -> None:
 async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No new connection ends the wait, because the old connection stayed up."""
+    """The old connection to this worker stayed up, so no event of a connection ends the wait."""
     monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with EchoWorker("decode-0-away") as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
@@ -223,7 +223,7 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
             request = post(graph, max_tokens=6)
             await steps(first, 2)
         await until(lambda: graph.models.usable_workers().get("demo") == 0)
-        await holds(lambda: not request.done())  # for longer than RETRY_DELAY: no retry ends the wait
+        await holds(lambda: not request.done())  # this takes longer than RETRY_DELAY: no retry ends the wait
         await registry.put(keys.instance(away.instance), encode_record(away.instance))
         assert (await asyncio.wait_for(request, 5)).status_code == 200
 
@@ -242,7 +242,7 @@ async def test_a_beam_search_leaves_no_task_when_a_beam_fails(graph: Graph) -> N
         await worker.until(lambda: len(worker.seen) == 2)
         await worker.send(Failed(worker.seen[1].request_id, "refused", invalid=True))
         assert (await request).status_code == 400
-        worker.go()  # for the beam that got the failed one's slot
+        worker.go()  # the beam that got the failed beam's slot needs steps
         await asyncio.wait_for(core.idle(), 5)
         await until(lambda: not [task for task in asyncio.all_tasks() if "collect_from" in repr(task)])
 
@@ -250,7 +250,7 @@ async def test_a_beam_search_leaves_no_task_when_a_beam_fails(graph: Graph) -> N
 async def test_a_beam_search_counts_its_prompt_once_and_does_not_change_the_estimate(
     graph: Graph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For vLLM, each token of a beam is a request with a longer prompt."""
+    """vLLM makes a request for each token of a beam, each with a longer prompt."""
     caplog.set_level("INFO")
     async with graph.worker():
         await complete(graph, max_tokens=60)
@@ -279,13 +279,13 @@ async def test_a_request_continues_once_another_worker_loads_its_adapter(
         request = post(graph, model="red")
         await steps(first, 1)
         await first.die()
-        await holds(lambda: not request.done())  # longer than RETRY_DELAY
+        await holds(lambda: not request.done())  # this takes longer than RETRY_DELAY
         async with having(graph, second, RED):
             assert (await asyncio.wait_for(request, 5)).status_code == 200
 
 
 async def test_a_request_whose_unloaded_adapter_is_at_no_worker_fails_at_once(graph: Graph) -> None:
-    """The engine has dropped the adapter, as it does when it needs the slot of an adapter without requests."""
+    """The engine has dropped the adapter, as engines do with one that has no requests, to load another."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         async with having(graph, worker, RED):
             await until(lambda: "red" in graph.models.find("demo").adapters)

@@ -38,7 +38,7 @@ def left(
 
 
 def come(interval: float, outputs: int = 64, delays: dict[int, float] | None = None) -> list[float]:
-    """Return arrival times: an output each `interval` seconds, plus the seconds of `delays`."""
+    """Return arrival times: an output each `interval` seconds. `delays`: seconds added before an output, by its number."""
     steps = [PREFILL] + [interval + (delays or {}).get(number, 0.0) for number in range(1, outputs)]
     return [STARTED + passed for passed in itertools.accumulate(steps)]
 
@@ -82,7 +82,7 @@ def test_pacing_never_delays_the_end_and_makes_no_gap_above_the_pace(promised: S
 
 @pytest.mark.parametrize("interval", [0.001, 0.01, 0.03])
 def test_held_outputs_are_bounded(interval: float) -> None:
-    """At most `MAX_HELD` outputs are held (see `left`), and none longer than `MAX_HOLD` and one interval."""
+    """At most `MAX_HELD` outputs are held (see `left`), and none longer than `MAX_HOLD` plus one interval."""
     arrivals = come(interval, 500)
     held = [after - before for before, after in zip(arrivals, left(CHAT, arrivals), strict=True)]
     assert max(held) <= MAX_HOLD + interval
