@@ -22,9 +22,9 @@ _GROWS = {
 }  # fmt: skip
 """Keys whose values are split arbitrarily over events, or that only an output's first chunk has."""
 MIDDLE = "in the middle"
-"""Key in `events_of` for each output's chunks without role and finish."""
+"""Key, in the result of `events_of`, of each output's chunks without role and finish."""
 CLOSE = 0.002
-"""Most by which two logprobs may differ and still count as equal."""
+"""Largest difference at which two logprobs still count as equal."""
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
 
@@ -122,7 +122,7 @@ def events_of(text: str) -> dict[str, Any]:
 
 
 def _is_middle(choices: list[Any] | None) -> bool:
-    """Whether a chunk has no role and no finish. It is absent if its tokens came in another chunk."""
+    """Whether a chunk has no role and no finish. A stream lacks such a chunk if its tokens came in another one."""
     return bool(choices) and "role" not in choices[0].get("delta", {}) and choices[0]["finish_reason"] is None  # type: ignore[index]
 
 
@@ -136,7 +136,7 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
     for key, part in value.items():
         where = f"{path}.{key}"
         if key == "sequence_number" or (partial and key in _GROWS and part is None):
-            continue  # null or absent in a chunk, depending on which steps came together
+            continue  # the key is null or absent in a chunk, depending on which steps came together
         if not _collect(key, part, where, said, partial):
             common[key] = _without_growth(part, where, said, partial)
         elif key == "usage" or (key in _GROWS and not partial):

@@ -12,7 +12,7 @@ from tests.conformance.differences import DIFFERENCES, EVERYWHERE, WHERE
 from tests.real import KEY
 
 FRESH = httpx.Limits(keepalive_expiry=1.0)
-"""Reuse no connection that was idle for 1 s. vLLM's server closes it after 5 s, maybe while a request is on its way."""
+"""Reuse no connection that was idle for 1 s. vLLM's server closes idle ones after 5 s, maybe while a request comes."""
 
 
 class Pair:

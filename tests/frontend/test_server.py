@@ -62,7 +62,7 @@ class FrontendProcess:
         self._stopped = False
 
     def stop(self) -> None:
-        """Send SIGTERM, but only once: one after the frontend's end would end the tests."""
+        """Send SIGTERM, but only once: a second one, after the frontend's end, would end the tests."""
         if not self._stopped:
             self._stopped = True
             os.kill(os.getpid(), signal.SIGTERM)
@@ -107,8 +107,8 @@ async def decode_worker(config: Config) -> AsyncIterator[EchoWorker]:
 
 async def test_a_frontend_from_start_to_end(config: Config) -> None:
     """The frontend listens at `Frontend.host`, which may differ from `Graph.host`, the workers' address. Until a decode
-    worker registers, /health says so, and requests wait until their deadlines. After SIGTERM requests finish; one that
-    runs longer than the drain timeout gets a 503 with Retry-After."""
+    worker registers, /health says that one is missing, and requests wait until their deadlines. After SIGTERM, requests
+    finish. A request that runs longer than the drain timeout gets a 503 with Retry-After."""
     async with frontend(replace(config, host="127.0.0.2", drain_timeout=2.0)) as client:
         health = await client.get("/health")
         impatient = await client.post("/v1/completions", json=completion(), headers=BRIEF)
@@ -133,7 +133,7 @@ async def test_a_frontend_from_start_to_end(config: Config) -> None:
 
 
 async def test_beside_another_frontend_a_new_one_listens_only_when_it_can_serve(config: Config) -> None:
-    """Both share a port. A request could otherwise wait for the new one's start, while the old one could serve it."""
+    """Both share a port. Otherwise a request could wait for the new one's start, although the old one could serve it."""
     other = Instance("frontend-7-other", Role.FRONTEND)
     assert config.etcd is not None
     async with decode_worker(config), connect_registry(config.etcd, config.namespace) as registry:

@@ -1,4 +1,4 @@
-"""Fixtures of streams, plain and with TLS, on the roles' event loop."""
+"""Fixtures of streams, plain and with TLS, on uvloop, which the roles use."""
 
 import asyncio
 import ssl

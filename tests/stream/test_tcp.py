@@ -24,7 +24,7 @@ from tests.tcp import tcp_server
 from tests.test_malformed import GARBAGE
 
 TLS = pytest.mark.parametrize("wire", ["tls"], indirect=True)
-"""Runs a test once, with TLS, instead of with and without, because it takes seconds and does not depend on TLS."""
+"""Runs a test only with TLS: for tests that take seconds and give the same result without TLS."""
 
 
 # networks
@@ -88,7 +88,7 @@ async def test_a_damaged_frame_is_not_read(wire: Wire, damage: str) -> None:
 
 
 async def test_a_worker_of_the_previous_release_gets_no_checksums() -> None:
-    """Such a worker reads ` crc32` in the greeting as a part of the frontend's name, and answers without it."""
+    """Such a worker reads ` crc32` in the greeting as a part of the frontend's name, and answers without ` crc32`."""
     said = frame(GREETING) + frame(encode(WorkerLoad(Load())))
     async with _saying(Wire(None), said) as address, TcpStreamClient(address, "f") as client:
         assert await anext(client.received()) == WorkerLoad(Load())
@@ -96,7 +96,7 @@ async def test_a_worker_of_the_previous_release_gets_no_checksums() -> None:
 
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_silent_frontend_is_disconnected(wire: Wire) -> None:
-    """Before, another frontend has connected and left."""
+    """Another frontend connects and leaves first."""
     async with wire.server(silence=0.3) as server:
         received = server.received()
         async with wire.raw(server.address) as gone:

@@ -113,7 +113,7 @@ async def test_connections_that_do_not_greet_are_ended(
 
 
 async def test_bytes_of_any_kind_end_only_their_connection(credentials: Credentials) -> None:
-    """Fixed seeds: random bytes, and handshakes with changed bytes or followed by random ones."""
+    """A third of the connections send random bytes. The others send a handshake, with changes or random bytes after it."""
     chance, hello = random.Random(0), client_hello(credentials)
     count = 300
     async with (
@@ -154,7 +154,7 @@ async def test_damaged_bytes_end_a_tls_connection(credentials: Credentials) -> N
 
 
 async def test_a_frontend_that_ends_tls_is_disconnected(credentials: Credentials) -> None:
-    """Here it leaves the TCP connection open."""
+    """The frontend leaves the TCP connection open."""
     context = credentials.client_context()
     received, unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(received, unsent)

@@ -1,4 +1,4 @@
-"""Hostile requests get only errors that one vLLM server also gives, and leave nothing behind. The long forms are `make
+"""Hostile requests get only errors that one vLLM server also gives, and leave nothing behind. Longer runs are `make
 fuzz` and, with simulated engines, tests/soak/test_soak.py."""
 
 from dataclasses import replace

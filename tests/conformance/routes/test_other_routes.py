@@ -135,7 +135,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 
 
 def test_tokens_that_were_cached_are_counted(pair: Pair) -> None:
-    """The same prompt twice, then a longer one. Prefix hits count with local and with remote prefill."""
+    """The same prompt is sent twice, then a longer one. Prefix hits count with local and with remote prefill."""
     prompts = (long("cached"), long("cached"), f"{long('cached')} {SHORT}")
     usages = [pair.same(response("cached", input=prompt)).body["usage"] for prompt in prompts]
     counts = [usage["input_tokens_details"]["cached_tokens"] for usage in usages]

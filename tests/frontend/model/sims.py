@@ -39,7 +39,7 @@ async def sim_workers(
     args: Mapping[str, object] = MappingProxyType({}),
     traces: str | None = None,
 ) -> AsyncIterator[list[Started[EngineWorker]]]:
-    """Yield decode workers, then prefill workers. When a worker ends, so does its lease. `args`: further engine arguments."""
+    """Yield decode workers, then prefill workers. When a worker ends, its lease ends. `args`: more engine arguments."""
     workers, broker = list[Started[EngineWorker]](), MemoryBroker(ack_wait=0.5)
     args = {"block-size": 16, "max-model-len": 4096, "max-num-seqs": slots, **args}
     simulated = args | {"additional-config": {"sim": SIM | {"step-seconds": step}}}

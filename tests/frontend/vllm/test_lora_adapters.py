@@ -78,7 +78,7 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
 
 
 async def test_the_second_app_of_a_process_has_its_routes_once(adapted: Adapted) -> None:
-    """vLLM adds the adapter routes to one router for all apps. Adding them twice would warn, which fails a test."""
+    """vLLM adds the adapter routes to one router for all apps. Adding them twice would log a warning, and warnings fail tests."""
     assert LOAD not in (await adapted.second.http.get("/openapi.json")).raise_for_status().json()["paths"]
 
 
@@ -218,7 +218,7 @@ async def test_if_two_frontends_load_one_name_from_two_folders_one_succeeds(
 
 
 class Late(MemoryRegistry):
-    """A registry whose watch yields the first changes at once, and others when `now` is set."""
+    """A registry whose watch yields the first changes at once, and all later ones after `now` is set."""
 
     def __init__(self, server: MemoryServer) -> None:
         super().__init__(server)
@@ -329,8 +329,8 @@ RED, BLUE = Adapter("red", "/red", 5), Adapter("blue", "/blue", 6, asked="mine",
 async def test_names_of_another_model_and_its_adapters_are_taken(
     name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`blue` is taken though no worker has it, because workers may restart. `unloaded` was unloaded and is free, though
-    an engine may still have it; but `demo` has no worker that could load it."""
+    """`blue` is taken though no worker has it, because workers may restart. `unloaded` is free again, though an
+    engine may still have it. Loading it fails only because `demo` has no worker."""
     monkeypatch.setattr("pdserve.frontend.vllm.lora_adapters.LOAD_TIMEOUT", 0.0)
     held = Adapter("unloaded", "/unloaded", 7, asked="before")
     worker = Instance("decode-0-x", Role.DECODE, "other", adapters=[RED, held])

@@ -129,7 +129,7 @@ TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
 async def test_what_each_output_of_a_request_repeats_is_bounded(
     graph: Graph, asked: dict[str, Any], why: str
 ) -> None:
-    """Prompt logprobs, and the parameters that are sent to a worker for each output."""
+    """Each output repeats the prompt logprobs, and the parameters that are sent to a worker."""
     async with graph.worker() as worker:
         answer = await complete(graph, temperature=0.5, max_tokens=1, **asked)
         assert answer.status_code == 400, answer.text[:300]

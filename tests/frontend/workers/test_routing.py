@@ -103,7 +103,7 @@ async def test_conversations_return_to_their_worker_from_either_frontend(routed:
             await routed.told()
             for user, (worker, answer, cached) in enumerate(answers):
                 homes[user].append(worker)
-                if turn:  # all but the new tokens and the last block
+                if turn:  # all but the new tokens and the last block are cached
                     assert cached >= (before[user] - 30 - BLOCK) // BLOCK * BLOCK
                 prompts[user] += [*answer, *range(500 + 10 * user, 510 + 10 * user)]
     assert all(len(set(home)) == 1 for home in homes)
@@ -164,7 +164,7 @@ async def test_prefixes_are_reported_and_kept_only_for_the_policy_kv(routed: Rou
 
 
 async def test_prompts_that_begin_alike_and_come_at_once_go_to_one_worker(routed: Routing) -> None:
-    """Its cache has nothing to report yet."""
+    """When the later prompts come, the worker's cache has nothing to report yet."""
     async with routed.two_workers():
         await routed.told()
         found = await asyncio.gather(*(routed.ask([*SYSTEM, last]) for last in range(3, 6)))
