@@ -113,7 +113,8 @@ async def test_connections_that_do_not_greet_are_ended(
 
 
 async def test_bytes_of_any_kind_end_only_their_connection(credentials: Credentials) -> None:
-    """A third of the connections send random bytes. The others send a handshake, with changes or random bytes after it."""
+    """One third of the connections send random bytes, the others a handshake with a few bytes changed. To every second
+    handshake, random bytes are added."""
     chance, hello = random.Random(0), client_hello(credentials)
     count = 300
     async with (

@@ -248,9 +248,8 @@ def test_before_the_rate_is_known_the_wait_is_estimated_from_slots_and_run_times
     model.estimate.record(100, ttft=20.0, decode_seconds=0.0)
     for _ in range(2):
         model.ask("a")
-    assert model.refuses("a") == pytest.approx(
-        100 / 3 - 30
-    )  # 5 requests wait, 3 slots, 20 s each; max_wait 30 s
+    # 5 requests wait for 3 slots, 20 s each; max_wait is 30 s
+    assert model.refuses("a") == pytest.approx(100 / 3 - 30)
     assert model.ask("b").waiting
 
 

@@ -367,7 +367,7 @@ async def test_a_late_event_loop_reads_a_request_before_it_closes_an_idle_connec
             (connection,) = connections.open
             connection.shutdown()
             client.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
-            time.sleep(2 * LINGER)  # noqa: ASYNC251  # blocks the loop beyond the time to close
+            time.sleep(2 * LINGER)  # noqa: ASYNC251  # the connection is due to close before the loop reads
             answer = await asyncio.to_thread(client.recv, 4096)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in answer

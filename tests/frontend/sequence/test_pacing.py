@@ -38,7 +38,7 @@ def left(
 
 
 def come(interval: float, outputs: int = 64, delays: dict[int, float] | None = None) -> list[float]:
-    """Return arrival times: an output each `interval` seconds. `delays`: by number of the output, seconds more."""
+    """Return arrival times: an output each `interval` seconds. `delays`: output number -> seconds added before it."""
     steps = [PREFILL] + [interval + (delays or {}).get(number, 0.0) for number in range(1, outputs)]
     return [STARTED + passed for passed in itertools.accumulate(steps)]
 
