@@ -60,7 +60,7 @@ class Pair:
         return [self._pool.submit(ask, client, request) for client in self._clients]
 
     def same(self, request: Request) -> Answer:
-        """Return our response after checking it with `same`."""
+        """Return our response after checking it with the function `same`."""
         ours, theirs = self.both(request)
         same(request, ours, theirs)
         return ours

@@ -56,9 +56,8 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "filterwarnings", "ignore:max_tokens is deprecated:DeprecationWarning"
-    )  # vLLM's own code causes it
+    # vLLM's own code causes this warning
+    config.addinivalue_line("filterwarnings", "ignore:max_tokens is deprecated:DeprecationWarning")
 
 
 def card(name: str = "demo", **changes: object) -> ModelCard:

@@ -36,9 +36,8 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thinking]:
     for name in ("graph", "vllm"):
         (folder / name).mkdir()
     with ExitStack() as stack:
-        with ThreadPoolExecutor(
-            1
-        ) as pool:  # only for vLLM, because a graph would end with the thread that started it
+        # only vLLM starts in a thread, because a graph would end with the thread that started it
+        with ThreadPoolExecutor(1) as pool:
             starting = pool.submit(stack.enter_context, one_vllm(folder / "vllm", model, arguments, ALLOWED))
             graph = stack.enter_context(serving(yaml, folder / "graph", ALLOWED))
             vllm = starting.result()

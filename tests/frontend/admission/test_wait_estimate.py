@@ -32,9 +32,8 @@ def test_the_rate_is_unknown_at_first() -> None:
     assert rate.seconds(0, 10.0) == 0
     assert rate.seconds(100, 10.0) is None
     rate.admitted(50, 10.5)
-    assert (
-        rate.seconds(100, 10.5) is None
-    )  # the first admission tells no rate: the request may not have waited
+    # the first admission tells no rate: the request may not have waited
+    assert rate.seconds(100, 10.5) is None
 
 
 def test_the_rate_is_tokens_per_second_while_requests_wait() -> None:

@@ -379,7 +379,7 @@ async def test_setting_the_clock_ends_no_batch(
         batch = await one.begin(chat("a"))
         await worker.until(lambda: worker.jobs)
         monkeypatch.setenv("PDSERVE_CLOCK_OFFSET", "90000")
-        for _ in range(3):  # the runner checks every batch between two such batches
+        for _ in range(3):  # between two of these batches, the runner checks every batch
             await one.end(await one.begin(b"nothing", name="bob"), "bob")
         worker.go()
         assert (await one.end(batch)).status == "completed"

@@ -236,9 +236,8 @@ async def test_connections_beyond_the_limit_are_closed(
     connections = ClientConnections(30.0, 30.0, most=2)
     async with guarded(graph, either, connections) as server:
         ask = GET + b"\r\n"
-        silent = [
-            await asyncio.open_connection(*server.address) for _ in range(2)
-        ]  # they send nothing, not even a TLS handshake
+        # these connections send nothing, not even a TLS handshake
+        silent = [await asyncio.open_connection(*server.address) for _ in range(2)]
         await until(lambda: len(connections._entered) == 2)
         with suppress(ConnectionError, ssl.SSLError):
             assert await server.say(ask) == b""

@@ -256,9 +256,8 @@ async def test_idle_connections_stay_open_longer_than_clients_and_proxies_keep_t
             closing = connection.timeout_keep_alive_task
             assert closing is not None
             assert closing.when() - asyncio.get_running_loop().time() > 120
-            connections._sweep(
-                time.monotonic() + 100
-            )  # an idle connection waits neither for a head nor for a reader
+            # an idle connection waits neither for a head nor for a reader
+            connections._sweep(time.monotonic() + 100)
             assert not connection.transport.is_closing()
         writer.close()
 

@@ -52,10 +52,8 @@ def test_without_keys_only_pages_of_this_machine_are_served() -> None:
         assert pages.ask(host=name) == (200, "")
     asked = pages.asked
     for other in (EVIL, "null", "http://localhost.evil.example", "http://127.0.0.1.evil.example", "file://"):
-        assert pages.ask(other) == (
-            403,
-            "",
-        )  # refused before it is processed, because a page may need no answer to do harm
+        # refused before it is processed, because a page may need no answer to do harm
+        assert pages.ask(other) == (403, "")
         assert pages.preflight(other) == 403
         assert pages.ask(other, path="/requests") == (403, "")
     assert pages.asked == asked

@@ -162,9 +162,8 @@ async def test_a_request_with_a_503_does_not_count(graph: Graph, limit: Limit) -
         pass
     answer = await complete(graph, headers=AS_ALICE | {"x-request-timeout": "0.2"})
     assert answer.status_code == 503
-    await until(
-        lambda: quota.used == {"requests": 0, "tokens": 0}
-    )  # they are given back once the answer has left
+    # the request is given back once the answer has left
+    await until(lambda: quota.used == {"requests": 0, "tokens": 0})
 
 
 async def test_log_line_and_metrics_have_the_name_of_the_key(

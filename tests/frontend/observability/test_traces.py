@@ -163,9 +163,8 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
         answer = await asking
         assert answer.json()["usage"]["completion_tokens"] == 20
         twice = ["attempt", "decode", "prefill", "generate"]
-        lost = (
-            ["prefill", "generate"] if how == "worker dies" else []
-        )  # the worker dies before it sends these spans
+        # spans that the worker has not sent when it dies
+        lost = ["prefill", "generate"] if how == "worker dies" else []
         wanted = list((Counter([ROUTE, "admission", *twice, *twice]) - Counter(lost)).elements())
         spans = await graph.trace(trace_id, *wanted)
     first, second = (span for span in spans if span.name == "attempt")

@@ -32,7 +32,7 @@ A, B, C = worker("a"), worker("b"), worker("c")
         ("least-loaded", [A, B], {"a": 300, "b": 100}, {}, "b"),
         ("least-loaded", [A, B], {"a": 100}, {}, "b"),
         ("least-loaded", [B, A], {"a": 100, "b": 100}, {}, "b"),
-        ("least-loaded", [worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, {}, "a"),  # load relative to KV cache
+        ("least-loaded", [worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, {}, "a"),  # relative to KV cache
         ("least-loaded", [worker("a", kv_tokens=0), worker("b", kv_tokens=0)], {"b": 1}, {}, "a"),
         ("kv", [A, B, C], {"a": 300, "b": 100, "c": 200}, {}, "b"),
         ("kv", [A, B, C], {"c": 100}, {"a": 100, "b": 900}, "b"),
