@@ -67,7 +67,7 @@ OF_COMPLETIONS: dict[str, Body] = {
     },
 }
 LOCAL = {"echo", "echo only", "truncated", "truncated from the right"}
-"""Cases that are prefilled locally, however long."""
+"""Cases that are prefilled locally, even with a long prompt."""
 
 MESSAGES: dict[str, list[Body]] = {
     "system": [{"role": "system", "content": "Be short."}, {"role": "user", "content": SHORT}],

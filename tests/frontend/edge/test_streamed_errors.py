@@ -1,4 +1,4 @@
-"""A wrong request has the same status with and without `stream`. Log, metrics and receipt show that a stream failed."""
+"""A wrong request has the same status with and without `stream`. Log, metrics and receipt say if a stream failed."""
 
 import asyncio
 import logging

@@ -138,7 +138,7 @@ async def test_a_remote_prefill_whose_transfer_failed_counts_as_local(graph: Gra
 
 
 async def test_cached_tokens_of_the_usage_leave_out_a_transfer(graph: Graph) -> None:
-    """Cached tokens are prefix hits: none at first, then those at the prefill worker, then those at the first decode worker."""
+    """Cached tokens are prefix hits: none at first, then at the prefill worker, then at the first decode worker."""
     body = {"model": "demo", "input": "The code of the box is 1234. " * 30, "max_output_tokens": 4}
     async with sim_engines(graph, 2, 1):
         answers = [await graph.http.post("/v1/responses", json=body) for _ in range(3)]

@@ -163,7 +163,7 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
         answer = await asking
         assert answer.json()["usage"]["completion_tokens"] == 20
         twice = ["attempt", "decode", "prefill", "generate"]
-        # spans that the worker has not sent when it dies
+        # the worker dies before it sends these spans
         lost = ["prefill", "generate"] if how == "worker dies" else []
         wanted = list((Counter([ROUTE, "admission", *twice, *twice]) - Counter(lost)).elements())
         spans = await graph.trace(trace_id, *wanted)
