@@ -92,7 +92,7 @@ class OpenAi:
     def __init__(self, ttft: float = 0.0, gap: float = 0.0, usage: bool = True) -> None:
         self.ttft, self.gap, self.usage = ttft, gap, usage
         self.running = self.most = 0
-        """Requests in progress now, and the most so far."""
+        """Number of requests in progress now, and the highest number so far."""
         self.chats: list[Asked] = []
 
     async def __call__(self, asked: Asked, writer: asyncio.StreamWriter) -> None:

@@ -83,7 +83,7 @@ class Answered:
 
     @property
     def way(self) -> tuple[str, str]:
-        """How the prompt was prefilled, and why."""
+        """Where the prompt was prefilled (`local` or `remote`), and why."""
         assert self.placed is not None
         return self.placed.prefill, self.placed.reason
 
@@ -224,7 +224,7 @@ class Started(Generic[W]):
 @dataclass
 class Decoding(Started[W]):
     frontend: FrontendStream
-    """connected to this worker alone"""
+    """A frontend that is connected to this worker alone."""
 
 
 Prefill = Started[PrefillWorker]
@@ -364,7 +364,7 @@ class ActedPrefill:
 
 
 def handle(prompt: list[int], **changes: object) -> KvHandle:
-    """A handle of the prompt at `prefill-x`, whose KV cannot be read."""
+    """A handle of the prompt's KV at `prefill-x`, which cannot be read."""
     values: dict[str, object] = {
         "engine_id": "prefill-x",
         "request_id": "p",

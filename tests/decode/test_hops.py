@@ -36,7 +36,8 @@ def hops_of(answered: Answered) -> list[Hop]:
 
 
 def shown(hops: list[Hop]) -> list[str]:
-    """Return name, instance and first word of `why` of each hop but `engine-queue`, which a busy machine may add."""
+    """Return name, instance and the start of `why` of each hop, without `engine-queue`, which a busy machine may
+    add."""
     words = (
         (hop.name, hop.instance, hop.why.partition(":")[0]) for hop in hops if hop.name != "engine-queue"
     )

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("impatient", "brief_transfers")
 
 VICTIM, SPARE = "prefill-victim", "prefill-spare"
 BOUND = 7.0
-"""seconds to the end of the response: above this prompt's timeout while the workers' speed is unknown"""
+"""seconds within which the response must end; longer than the prompt's timeout before any speed is measured"""
 
 
 class Phase(IntEnum):

@@ -12,8 +12,8 @@ from tests.conditions import holds
 
 
 def running(text: str) -> list[DecodeRequest]:
-    """Each word: a frontend (digit), a client (letter), a number of requests; `?`: without a first step. In order of
-    arrival."""
+    """Return requests in order of arrival. Each word: a frontend (digit), a client (letter), and a number of requests;
+    `?`: without a first step."""
     requests: list[DecodeRequest] = []
     for word in text.split():
         frontend, client, count = word[0], word[1], int(word[2:].rstrip("?"))
@@ -37,10 +37,10 @@ def running(text: str) -> list[DecodeRequest]:
         ("0g6 1h2 1h3?", 3, ("0", 3)),
         ("0g5 1h2 1h3?", 3, ("", 0)),
         ("0a1 0b1 0c1 1d1?", 1, ("", 0)),
-        ("0g8 1~1 1h7 0h1?", 1, ("1", 1)),  # flex requests pause first, also the only one of a client
+        ("0g8 1~1 1h7 0h1?", 1, ("1", 1)),  # flex requests pause first, even if the client has only one
         ("0~8 1~1?", 1, ("", 0)),
-        ("0~1 0a4 0b4 1a1? 1b1? 1a1?", 3, ("0", 1)),  # no more than there are flex requests
-        ("0a8 1~3? 1h1?", 4, ("1", 3)),  # flex requests that wait leave the queue
+        ("0~1 0a4 0b4 1a1? 1b1? 1a1?", 3, ("0", 1)),  # only as many as there are flex requests
+        ("0a8 1~3? 1h1?", 4, ("1", 3)),  # waiting flex requests leave the engine's queue
         ("0~5 0~3? 1h1?", 4, ("0", 4)),
     ],
 )

@@ -1,5 +1,5 @@
-"""Workers on simulated engines read KV while the rest of its prompt is computed. That the KV is used only after the
-prefill is done is tested with the connector (`tests/kv/read_ahead`, `tests/engine`)."""
+"""Workers on simulated engines read KV while the rest of its prompt is computed. `tests/kv/read_ahead` and
+`tests/engine` test that the KV is used only after the prefill is done."""
 
 import msgspec
 import pytest
@@ -10,7 +10,7 @@ from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, WorkerGraph, counted, handle
 
 PER_TOKEN = MIN_PIECE_BYTES // 64
-"""Bytes of KV, so that a step of 64 tokens is just worth a read."""
+"""Bytes of a token's KV, so large that the KV of 64 tokens is just worth a read."""
 BLOCK = 16
 
 
@@ -27,7 +27,7 @@ def part(tokens: int, **changes: object) -> KvHandle:
 async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(
     graph: WorkerGraph, frontend: FrontendStream, chunk: int, left: int
 ) -> None:
-    """`left`: tokens, in blocks of 16, after the last step but one of a prompt of 500."""
+    """`left`: tokens of the prompt's 500 after the last step but one, in whole blocks of 16."""
     await chunked(graph, chunk)
     before = counted("pdserve_kv_transfer_bytes_total")
     assert (await frontend.ask(LONG)).way[0] == "remote"

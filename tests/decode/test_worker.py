@@ -97,7 +97,7 @@ ANSWERS: list[tuple[str, PrefillAnswer | dict[str, Any]]] = [
     ("unknown-engine", PrefillStarted("", "prefill-y")),
     ("too-long", PrefillFailed("", "too-long")),
 ]
-"""Label of the failure metric; the answer, or the wrong fields of its handle."""
+"""The reason in the failure metric, and the answer or the wrong fields of its handle."""
 
 
 @pytest.mark.parametrize(("reason", "answer"), ANSWERS)
@@ -204,7 +204,7 @@ async def test_prompts_of_a_prefill_worker_that_died_are_prefilled_locally_at_on
 async def test_requests_wait_for_the_last_messages_of_a_lost_prefill_worker(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str, last: bool
 ) -> None:
-    """Messages may come after the registry's change. One that reports an engine's death must count."""
+    """Messages may come after the registry's change. A message that reports an engine's death must still count."""
     if not last:
         await graph.act_prefill("prefill-y")
     await acted.start(pulled)
@@ -299,7 +299,7 @@ async def test_a_prompt_that_was_stored_without_confirmation_leaves_nothing(
 async def test_cancel_at_once_and_while_the_request_is_queued(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
-    """The first request is cancelled before its task runs, because both messages arrive together."""
+    """The first request is cancelled before its task runs, because request and cancellation arrive together."""
     at_once = await frontend.submit(LONG)
     await frontend.cancel(at_once)
     queued = await frontend.submit(LONG[1:])
@@ -392,7 +392,7 @@ async def test_outputs_of_a_step_come_in_one_message(graph: WorkerGraph, fronten
 
 
 async def test_an_impossible_request_fails_alone(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    """A used id, an empty prompt, a too long prompt, a past deadline, a deadline that passes later."""
+    """The requests have a used id, an empty prompt, a too long prompt, a past deadline, or one that passes soon."""
     used = await frontend.submit(SHORT)
     (await frontend.end_of(used)).finished = False
     await frontend.submit(SHORT, request_id=used)
@@ -426,7 +426,7 @@ async def test_a_request_that_waits_for_its_turn_is_failed_once() -> None:
 async def test_the_load_is_sent_to_frontends_that_follow_it(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """It is sent at once and at each change, although the registry is down."""
+    """The load is sent at once and at each change, although the registry is down."""
     await graph.registry.down()
     older = Hello(graph.decode_engine.facts.vllm_version)
     hello = msgspec.structs.replace(older, follow_load=True)
@@ -504,7 +504,7 @@ async def test_requests_that_outlast_the_drain_fail_with_retry() -> None:
 
 
 async def test_the_timeout_of_a_remote_prefill_follows_computed_and_not_cached_tokens() -> None:
-    """Otherwise a new prompt would time out after many prompts with one cached prefix."""
+    """Otherwise, a new prompt would time out too early after many prompts with one cached prefix."""
     async with WorkerGraph() as graph:
         await graph.prefill(**{"prefill-rate": 10_000.0})  # type: ignore[arg-type]
         frontend = await graph.frontend()

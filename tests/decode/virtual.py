@@ -1,4 +1,4 @@
-"""A graph in virtual time: engines that take as long as simulated engines, and the real estimates and decisions.
+"""A graph in virtual time. Its engines take as long as simulated engines; its estimates and decisions are real.
 
 `python -m tests.decode.virtual` prints TTFTs and gaps of both policies under several loads within seconds.
 """
@@ -34,8 +34,8 @@ SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00
 TRANSFER, PUBLISH = 0.012, 0.002
 BLOCK = 32
 PULL_BELOW = 2048
-"""A prefill worker with at least this many prompt tokens pulls no prompt. From `FEW_PROMPTS` prompts on, the bound is
-`STEPS_AHEAD` times as high."""
+"""A prefill worker with at least this many prompt tokens pulls no prompt. If it has `FEW_PROMPTS` prompts or more, the
+bound is `STEPS_AHEAD` times as high."""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
 ALL_LOCAL = DecodeSection(remote_prefill=False)
@@ -99,7 +99,7 @@ class VirtualRequest:
         self.times.append(now)
 
     def keeps(self, promised: Promised) -> bool:
-        """Whether the tokens keep the promise as they leave the frontend, which paces them if the graph has an SLO."""
+        """Whether the tokens keep the promise when they leave the frontend. If the graph has an SLO, it paces them."""
         slo, times = self.decode.graph.promised, self.times
         if slo.gap < math.inf:
             times = left(Pacing(slo.ttft, slo.gap), times, started=self.begun)
@@ -111,7 +111,7 @@ class VirtualRequest:
 
     @property
     def turn(self) -> Any:
-        """Its `set_result` publishes the prompt."""
+        """Stands for a future; `set_result` publishes the prompt."""
 
         def publish(_: None) -> None:
             self.published = True
@@ -129,8 +129,8 @@ class VirtualRequest:
 
 
 class VirtualEngine:
-    """Steps of up to 2,048 tokens: first running streams, then prompts FIFO, `chunk` tokens of each. Without other
-    requests, a prompt fills the step; in most steps after KV was transferred, it gets `BLOCK` tokens."""
+    """Its steps have up to 2,048 tokens: first those of running streams, then `chunk` tokens of each prompt, FIFO. A
+    prompt without other requests fills the step. In most steps after a KV transfer, a prompt gets `BLOCK` tokens."""
 
     def __init__(self, graph: "VirtualGraph", chunk: int = 2048) -> None:
         self.graph, self.usual, self.slow = graph, chunk, 1.0
@@ -299,7 +299,7 @@ class VirtualPrefill(VirtualEngine):
 
     def _take(self, request: VirtualRequest) -> None:
         request.prefiller, request.pulled = self.id, self.graph.now
-        if request.sequence:  # else it was sent to this worker
+        if request.sequence:  # otherwise, it was sent to this worker past the queue
             self._sequence, self._pending = request.sequence, len(self.graph.queue)
             request.decode.queue.own_pulls[self.id] = self._sequence
         self._reports.pulled(str(id(request.decode)), self.graph.now)

@@ -1,7 +1,7 @@
 """A graph in virtual time whose prefill workers have prefix caches, for traces with shared prefixes.
 
-`python -m tests.decode.virtual_prefixes TRACE SPEED REQUESTS BLOCKS` compares prompts that go to any worker with
-prompts that go where their prefix is."""
+`python -m tests.decode.virtual_prefixes TRACE SPEED REQUESTS BLOCKS` compares two ways: prompts go to
+any worker, or to the worker that has their prefix."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ class PrefixPrefill(VirtualPrefill):
         super().__init__(graph, number)
         self.cache = Cache(blocks)
         self.addressed: list[tuple[PrefixRequest, float]] = []
-        """Prompts sent to this worker, each with the time until which it may begin."""
+        """Prompts sent to this worker past the queue, each with the latest time at which it may begin."""
         self._begun_addressed = False
 
     @property

@@ -48,7 +48,7 @@ def test_each_draft_has_the_parameters_of_its_request() -> None:
 
 
 def test_a_placeholder_is_rejected() -> None:
-    """Index -1 would read the memory before the probabilities. Its values here would accept the placeholder."""
+    """Index -1 would read the memory before the probabilities. The values there would accept the placeholder."""
     memory = torch.full((2 * VOCABULARY,), 100.0)
     probabilities = memory[VOCABULARY:].view(1, VOCABULARY)
     tokens = torch.full((1, 2), -1, dtype=torch.int32)
@@ -70,7 +70,7 @@ def test_a_placeholder_is_rejected() -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["tokens", "prompts"])
 def test_tokens_without_an_adapter_are_unchanged(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three tokens, the second has the adapter in the last of two slots, the others have none."""
+    """The second of three tokens has the adapter in the last of two slots. The others have no adapter."""
     for module in (lora_ops, punica_cpu):
         for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
             monkeypatch.setattr(module, name, getattr(module, name))

@@ -1,4 +1,4 @@
-"""Threads of a step on the CPU: more than the plan's for a lone prompt, if cores are idle."""
+"""How many threads a step on the CPU has: more than the plan gives, if it has one prompt alone and cores are idle."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -41,7 +41,7 @@ def vllm_takes(block_size: int, length: int, space: int) -> bool:
 )
 @example(unit=1, length=4096, blocks=0, rest=0)
 def test_the_plan_takes_what_vllm_takes(unit: int, length: int, blocks: int, rest: int) -> None:
-    """Tries sizes around the blocks that the longest request needs, to the byte."""
+    """Tries caches of the size that the longest request needs, up to two blocks and a byte more or less."""
     block_size = 32 * unit
     args: dict[str, object] = {"block-size": block_size, "max-model-len": length, "dtype": "bfloat16"}
     per_block = block_size * size(MODEL, args, None, cpu_kv=0).kv_per_token

@@ -149,7 +149,7 @@ async def test_kv_that_cannot_be_read_is_recomputed(prefill: SimEngine, change: 
 
 @pytest.mark.parametrize("pause", ["before the read", "during the read"])
 async def test_kv_that_its_engine_gave_to_another_prompt_is_not_used(pause: str) -> None:
-    """The reader's clock was paused, so that it saw no lease end."""
+    """The KV lease ends before or during the read, and the reader does not notice."""
     async with (
         sim(Role.PREFILL, "p", lease=0.2, num_gpu_blocks_override=16) as prefill,
         sim(Role.DECODE, "d", **PATIENT, **{"transfer-seconds": 0.5}) as decode,

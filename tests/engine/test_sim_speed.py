@@ -61,7 +61,7 @@ def test_only_speeds_with_a_default_of_zero_may_be_zero(speeds: object, problem:
 
 
 async def test_steps_keep_their_pace_with_coarse_timers() -> None:
-    """Steps of 2.3 ms, which a timer of whole milliseconds makes 3 ms each; on a busy machine some take longer."""
+    """A timer of whole milliseconds would make these steps of 2.3 ms take 3 ms. On a busy machine, some take longer."""
     async with sim(Role.DECODE, "d", **{"step-seconds": 0.0023}) as decode:
         began = time.monotonic()
         await decode.generate("r", [5] * 8, body(200), None)

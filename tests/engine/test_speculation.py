@@ -91,8 +91,8 @@ async def test_a_request_continues_after_any_token(pair: Engines) -> None:
 
 
 async def test_requests_that_sample_get_tokens(pair: Engines) -> None:
-    """For requests that sample, vLLM compares probabilities; the first draft after a KV transfer is a placeholder,
-    which has none."""
+    """For requests that sample, vLLM compares probabilities. The first draft after a KV transfer is a placeholder
+    without a probability."""
     one = sampled(TOKENS, temperature=1.0, top_k=1, ignore_eos=True)
     for number in range(3):
         assert tokens_of(await pair.hand_over(f"one-{number}", repeating(500), one)) == EXPECTED[500]

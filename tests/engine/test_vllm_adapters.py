@@ -12,7 +12,7 @@ from pdserve.util.errors import ConfigError, EngineDead
 
 
 class Core:
-    """Like vLLM, register an adapter, then fail to copy its weights, because they do not fit the layers."""
+    """Registers an adapter and then fails to copy its weights, like vLLM if they do not fit the layers."""
 
     def __init__(self, *, removes: bool) -> None:
         self.resources = SimpleNamespace(engine_dead=False)

@@ -1,8 +1,8 @@
 """Two real vLLM engines, decode and prefill, with KV over UCX between them: started once, and killed by the
 last test.
 
-UCX may use TCP only: within one host it would read the other process's memory directly, even while that process
-is stopped."""
+UCX may use only TCP. Otherwise, within one host, it would read the other process's memory directly, even while
+that process is stopped."""
 
 import asyncio
 import itertools
@@ -238,7 +238,7 @@ async def two_engines(
     roles: tuple[Role, Role] = (Role.DECODE, Role.PREFILL),
     model: str = MODEL,
 ) -> AsyncIterator[Engines]:
-    """`decode`, `prefill`: further arguments."""
+    """`decode`, `prefill`: further arguments of these engines."""
     credentials = create(recorded.parent / "credentials")
     driven = []
     async with AsyncExitStack() as stack:
@@ -256,7 +256,7 @@ async def two_engines(
                 driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
             readers.start(driven[-1].read(), name)
         pair = Engines(*driven)
-        # connects the engines: without a connection, unread KV is held until its lease ends
+        # This prompt connects the engines. Without a connection, unread KV is held until its lease ends.
         prompt = prompt_of(40, seed=99)
         await pair.decode.generate("connects", prompt, await pair.prefill.prefill("p-connects", prompt))
         await pair.all_free()
@@ -304,7 +304,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 async def test_engine_processes_are_as_planned_and_work_around_faults(pair: Engines, recorded: Path) -> None:
     """Each worker asks for AMX before it loads the model. An engine with one rank computes in its core process. The
-    ranking of logprobs is not compiled, because all requests would wait for that."""
+    ranking of logprobs is not compiled, because all requests would wait for the compilation."""
     planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
     assert {driven.engine.facts.kv_blocks for driven in (pair.decode, pair.prefill)} == {planned.blocks}
     lines = [line.split() for line in (await asyncio.to_thread(recorded.read_text)).splitlines()]
@@ -446,7 +446,7 @@ async def test_the_first_token_follows_the_sampling_parameters(pair: Engines, ca
 
 
 async def test_a_seed_gives_the_same_tokens_in_one_step_and_in_two(pair: Engines) -> None:
-    """On a CPU, a prompt that took two steps killed vLLM's engine."""
+    """On a CPU, vLLM's engine died of a prompt with a seed that took two steps."""
     prompt, wanted = prompt_of(3000, seed=24), sampled(temperature=1.0, seed=7)
     two = await pair.decode.answer("two steps", prompt, wanted)
     one = await pair.decode.answer("one step", prompt, wanted)  # most of the prompt is cached
@@ -632,7 +632,7 @@ async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> No
 
 
 async def test_kv_that_its_engine_no_longer_holds_is_computed_again(pair: Engines) -> None:
-    """A request waited until its KV lease had ended, unnoticed by the decode engine's clock. Another request names a
+    """One request waits until its KV lease has ended, and the decode engine does not notice. Another request names a
     prefill from before the prefill engine's restart."""
     prompt = prompt_of(700, seed=11)
     handle, first = await pair.first("waited", prompt, body())
@@ -676,7 +676,10 @@ async def test_requests_that_would_kill_vllm_do_not_reach_it(pair: Engines) -> N
     ("schema", "refused"),
     [
         ({"type": "object", "patternProperties": {"([": {}}}, "cannot be compiled by the engine (xgrammar)"),
-        ({"$ref": "#"}, "allows no further token (xgrammar)"),  # it compiles, and has no finite text
+        (
+            {"$ref": "#"},
+            "allows no further token (xgrammar)",
+        ),  # this schema compiles, but no finite text follows it
     ],
 )
 async def test_a_grammar_that_no_engine_can_follow_is_refused(

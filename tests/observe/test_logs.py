@@ -57,7 +57,7 @@ def test_repeated_warnings_of_a_line_of_code_are_counted(
 
 
 def test_foreign_json_is_a_line_like_any_other() -> None:
-    """The supervisor parses the last lines of a role, and would end on an exception."""
+    """The supervisor parses all lines of a role, also those of other programs."""
     for raw in (
         '{"time":1,"level":5}',
         '{"time":"","level":"odd","role":"","logger":"","message":""}',

@@ -53,7 +53,7 @@ async def test_pages_are_503_while_the_event_loop_is_blocked(monkeypatch: pytest
         with _connection(page.metrics, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
             assert b" 503 " in client.recv(100)
         with _connection(page.metrics, b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
-            assert b" 503 " in client.recv(100)  # `recv` blocks the event loop until the 503
+            assert b" 503 " in client.recv(100)  # `recv` blocks the event loop until the response comes
         assert "load" in (await asyncio.to_thread(httpx.get, url)).json()
 
 

@@ -214,7 +214,7 @@ def test_each_problem_is_a_sentence(told: str) -> None:
 
 
 def test_states_without_a_problem() -> None:
-    """A queue within the limit, and links that are slow with little data or unused."""
+    """The queue is within its limit. The slow links are unused, or slow by milliseconds only."""
     assert found(state(loads={"decode-0-d0": Load(queue_depth=8)})) == []
     assert found(state(links=slow(pull_seconds=0.1))) == []
     assert found(state(links=slow(pull_seconds=0.045))) == [], "slow, but only 45 ms"
@@ -227,7 +227,9 @@ def test_a_process_is_in_one_state() -> None:
     assert node(state(), "decode-0").state == "ready"
     assert node(state(), "decode-0").seconds == 1000
     assert node(state(slots=[KILLED], silent=("decode-1-d1",)), "decode-1").state == "waiting to restart"
-    assert node(state(slots=[KILLED]), "decode-1").state == "ready"  # it answers: its record is old
+    assert (
+        node(state(slots=[KILLED]), "decode-1").state == "ready"
+    )  # it answers, so the supervisor's record is old
     for silent in (state(silent=("decode-1-d1",)), state(instances=WITHOUT_1)):
         shown = node(silent, "decode-1")  # the supervisor's record still says that it is ready
         assert (shown.state, shown.why, shown.seconds) == ("does not answer", "", None)

@@ -1,4 +1,4 @@
-"""Sending and losing spans; docs/traces.md lists all spans."""
+"""How spans are sent or lost, and that docs/traces.md lists all spans."""
 
 import re
 import subprocess
@@ -32,8 +32,7 @@ def documented(heading: str) -> Mapping[str, str]:
 
 
 def is_documented(span: Exported) -> bool:
-    """Whether docs/traces.md lists the span and the span's events. Asserts that it lists the attributes of all of
-    them."""
+    """Whether docs/traces.md lists the span and the span's events. Assert that the page lists their attributes, too."""
     name = ROUTE if span.name.startswith("POST /") else span.name
     where = {key: row.split(" | ")[0] for key, row in documented("Attributes").items()}
     told = [(name, key) for key in span.attributes]

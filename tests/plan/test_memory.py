@@ -87,7 +87,7 @@ EXPERTS = {"enable-lora": True, "max-loras": 4, "max-lora-rank": 64}
     ],
 )
 def test_room_for_adapters_of_experts(family: str, args: dict[str, object], numbers: int) -> None:
-    """vLLM's FusedMoEWithLoRA allocates these bytes, for each expert of a rank."""
+    """vLLM's FusedMoEWithLoRA allocates this number of bytes for the experts of a rank."""
     model = read_model(FOLDERS / family)
     dense = replace(model, experts=0)
     size_of = adapter_bytes(model, {**EXPERTS, **args}) - adapter_bytes(dense, {**EXPERTS, **args})

@@ -135,7 +135,7 @@ def test_a_worker_that_spans_hosts_is_placed_on_each(tmp_path: Path) -> None:
     ("decode", "prefill", "problem"),
     [
         (1, 2, ""),
-        (4, 1, ""),  # copies of two KV heads
+        (4, 1, ""),  # decode has copies of the model's 2 KV heads
         (4, 2, ""),
         (4, 4, ""),
         (1, 4, "1 of decode cannot read KV from 4 of prefill, which has copies of the model's 2 KV heads"),
@@ -168,7 +168,7 @@ def test_pipeline_stages_are_accepted_without_remote_prefill(tmp_path: Path) -> 
 
 
 def test_on_the_cpu_workers_share_the_cores(tmp_path: Path) -> None:
-    """A lone engine leaves one core to its other processes."""
+    """A lone engine leaves one of several cores to its other processes."""
     for cores, threads in ((1, "1"), (2, "1"), (8, "7")):
         found = plan(tmp_path, "VllmWorker: {model: demo, block-size: 32}", machine(cores=cores))
         assert found.workers[0].slot.env["OMP_NUM_THREADS"] == threads
@@ -282,7 +282,7 @@ def test_gpus_are_used_by_default_unless_vllm_is_built_for_the_cpu(tmp_path: Pat
 def test_one_role_alone_keeps_its_port(
     tmp_path: Path, role: Role, index: int, expected: tuple[object, ...]
 ) -> None:
-    """Ports as in the whole graph; GPUs after those of the role's workers with a lower index."""
+    """The port is that of the whole graph. The GPUs come after those of the role's workers with a lower index."""
     found = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24)), {role}, index)
     assert found.problems == ()
     assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [expected]

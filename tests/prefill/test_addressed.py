@@ -1,4 +1,4 @@
-"""Prompts that were sent to one prefill worker, because it has their prefixes cached."""
+"""Addressed prompts: sent past the queue to one prefill worker, because it has their prefixes cached."""
 
 import asyncio
 import time

@@ -8,7 +8,7 @@ from pdserve.prefill.pull_policy import POLL_INTERVAL, TICK, pause
     [
         (0, 0.1, 0, 0.0),  # idle: at once
         (0, 100.0, 5, 0.0),
-        (1, 0.1, 0, POLL_INTERVAL),  # no prompt is known to wait: it polls
+        (1, 0.1, 0, POLL_INTERVAL),  # no prompt is known to wait: the worker polls
         (32, 0.0, 0, POLL_INTERVAL),
         (2, 0.2, 1, 0.05),  # a quarter of its slots: a quarter of a prompt's time
         (4, 0.08, 3, 0.04),

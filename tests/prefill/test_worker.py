@@ -89,7 +89,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def test_an_answer_says_where_the_kv_lies(scene: Scene) -> None:
-    """If the answer was sent and the ack was lost, the prompt comes again and gets a new id in the engine."""
+    """A prompt that comes again, as after a lost ack, is computed and answered again."""
     await scene.ask()
     done = await scene.done()
     assert done.handle.engine_id == "prefill-0"

@@ -100,7 +100,7 @@ async def test_an_engine_is_stalled_before_it_is_dead_and_until_it_replies(
 async def test_an_engine_is_stalled_unless_its_gpu_computes(
     engine: SimEngine, monkeypatch: pytest.MonkeyPatch, busy: int
 ) -> None:
-    """Its processes sleep until the GPU is done."""
+    """The engine's processes sleep until the GPU is done."""
     monkeypatch.setattr(engine_checks, "HANGS_AFTER", 60.0)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)

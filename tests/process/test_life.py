@@ -255,7 +255,7 @@ def test_a_closed_terminal_does_not_stop_a_process_under_nohup() -> None:
 async def test_only_another_signal_of_the_same_sender_ends_a_drain(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """uvloop sometimes delivers a signal twice, and the guardian signals again if the supervisor dies while it stops
+    """uvloop sometimes delivers a signal twice, and the guardian signals again if the supervisor dies while stopping
     the graph. Neither may end running requests."""
     monkeypatch.setattr(signals, "SAME_STOP", 60.0)
     caplog.set_level(logging.INFO)

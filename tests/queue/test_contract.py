@@ -36,7 +36,7 @@ async def test_each_request_is_delivered_unchanged_to_one_worker_in_order(queues
 
 
 async def test_a_warm_up_bypasses_the_queue_to_its_worker(queues: Queues) -> None:
-    """It arrives even if sent before the worker reads: when two workers start together, one asks the other at once."""
+    """It also arrives if it was sent before its worker reads, as may happen when two workers start together."""
     decode, prefill, other = await queues(), await queues(), await queues("another model")
     await other.expect_addressed("prefill-0")
     not_coming = asyncio.ensure_future(anext(other.addressed("prefill-0")))

@@ -128,7 +128,7 @@ async def test_a_hung_server_counts_as_disconnected(
     pulled: list[str] = []
     while "new" not in pulled:
         pulled += ids(await prefill.pull(5, 1))
-    # "unsure" reached the hung server's socket, so it may come; what was refused at once must not
+    # "unsure" may come, because it reached the hung server's socket; "at once" was refused
     assert "at once" not in pulled
 
 

@@ -129,7 +129,7 @@ async def test_a_changed_consumer_is_restored(nats_url: str, namespace: str, cha
             await js.add_consumer(stream, replace(plain, **{"max_ack_pending": BOUND, **changes}))
 
             async def mended() -> bool:
-                with suppress(NotFoundError):  # between its removal and the new one
+                with suppress(NotFoundError):  # the consumer was deleted and is not yet made anew
                     now = (await js.consumer_info(stream, CONSUMER)).config
                     return all(getattr(now, name) == getattr(before, name) for name in changes)
                 return False

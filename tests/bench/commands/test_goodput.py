@@ -24,7 +24,7 @@ from tests.conditions import until
 
 
 class Prefilling(OpenAi):
-    """Prefills one prompt at a time, in `seconds` (in 1 ms for a response of one token)."""
+    """Prefills one prompt at a time. A prompt takes `seconds`, or 1 ms if one token is asked for."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ USERS = PoissonRequests(Prompts(1.0, 7), 20, 2, patience=60.0)
 
 @dataclass
 class Noted:
-    """Users that record how many requests the server has in flight when a probe begins."""
+    """Users that record, when a probe begins, how many requests are running at the server."""
 
     server: OpenAi
     at_the_server: list[int] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Forgetful(OpenAi):
 
 
 async def test_requests_that_never_end_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A blocked event loop, which server and load generator share in this test, is reported, too."""
+    """Server and load generator share an event loop here. The report also says that the loop was blocked."""
     monkeypatch.setattr(measure, "_HANGS", 3.0)
     made, options = Probe(30.0, 1.0, 1), GoodputOptions(Slo(1.0, 0.8), share=0.3)
     async with tiny_server(Forgetful()) as tiny:

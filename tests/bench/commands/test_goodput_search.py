@@ -7,11 +7,11 @@ import pytest
 from pdserve_bench.goodput.search import TRIES, GoodputSearch
 
 SEARCHES = 60
-"""Searches per steepness."""
+"""Number of searches for each steepness."""
 
 
 class Curve:
-    """A server where 90 % keep the SLO at `border` requests per second, and fewer above, depending on the steepness."""
+    """A server at which 90 % keep the SLO at `border` requests per second. The steeper, the fewer keep it above."""
 
     def __init__(self, border: float, steep: float) -> None:
         self.border, self._steep = border, steep

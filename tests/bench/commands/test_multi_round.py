@@ -114,7 +114,7 @@ async def test_users_wait_for_a_slow_server() -> None:
 
 
 async def test_late_responses_stay_unfinished() -> None:
-    """`time.sleep` blocks the load generator, too, and the delay is recorded."""
+    """`time.sleep` also blocks the load generator, which records its delay."""
     async with tiny_server(OpenAi(ttft=30)) as tiny:
         run, load = LoadRun(), _load(9, 1, 9, answer_len=1, seconds=1, patience=0.5)
         asking = asyncio.create_task(load.run(Endpoint(tiny.url, "tiny"), run))
@@ -156,7 +156,7 @@ def _result(run: LoadRun) -> MultiRoundResult:
 
 
 def _question(at: float, ttft: float, round_: int = 1, user: int = 1, **more: Any) -> Question:
-    """A question asked `at` seconds after the start of a run (100 s), with three tokens 40 ms apart."""
+    """A question asked `at` seconds after a run began (at time 100), with three tokens 40 ms apart."""
     question = Question(started=100 + at, ended=100 + at + ttft + 0.1, round=round_, user=user, **more)
     question.arrivals = [100 + at + ttft + 0.04 * number for number in range(3)]
     question.prompt_tokens = 100 * round_

@@ -72,7 +72,7 @@ async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, fron
 async def test_no_link_remains_of_a_worker_that_leaves_with_a_request(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """The request falls back just after the worker's link was forgotten."""
+    """The request falls back to local prefill just after the decode worker has dropped the link."""
     acted = await graph.act_prefill("prefill-left")
     assert links(graph) == {"prefill-left": LinkState("prefill-left", "kv")}, "an unused link"
     request = await frontend.submit(LONG)
@@ -94,6 +94,7 @@ async def test_no_link_remains_of_a_worker_that_leaves_with_a_request(
     ids=["threshold", "adaptive", "always", "never"],
 )
 async def test_the_load_states_the_limit_of_the_queue(settings: dict[str, object], limit: int) -> None:
+    """Only the thresholds bound the prefill queue (0: no limit). Without remote prefill, no links are reported."""
     async with WorkerGraph(**settings) as graph:  # type: ignore[arg-type]
         assert graph.decode.load().queue_limit == limit
         await graph.act_prefill()

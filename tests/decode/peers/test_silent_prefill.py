@@ -48,7 +48,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     end: str,
 ) -> None:
-    """A worker without the queue reports that; killed and hung workers still have leases."""
+    """A worker that lost the queue reports that. Killed and hung workers report nothing, and are still registered."""
     reports = end == "it has lost the queue"
     monkeypatch.setattr(prefill_workers, "POLL_INTERVAL", 60.0 if reports else 0.02)
     taken, waiting = await frontend.submit(LONG), await frontend.submit(LONG[1:])
@@ -101,7 +101,7 @@ async def test_a_prefill_worker_whose_engine_stalls_pulls_nothing_and_its_prompt
 async def test_after_two_untaken_prompts_all_are_local_until_a_message_of_a_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A waiting prompt whose timeout is longer (it grows with the prompt) is prefilled locally, too."""
+    """A third prompt waits with a longer timeout. It is prefilled locally, too."""
     monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 0.1)
     async with WorkerGraph(max_prefill_queue_size=9) as graph:
         acted, frontend = await graph.act_prefill(), await graph.frontend()

@@ -18,7 +18,7 @@ from pdserve.decode.policy.decision import MIN_TIMEOUT
         ),  # the request's deadline came first
         ([("untaken", 10, 13), ("heard", 13.5), ("untaken", 14, 17)], False),
         ([("untaken", 10, 13), ("untaken", 10, 14), ("heard", 14.5)], False),
-        ([("heard", 12), ("untaken", 10, 13), ("untaken", 10, 14)], False),  # others were taken meanwhile
+        ([("heard", 12), ("untaken", 10, 13), ("untaken", 10, 14)], False),  # a prompt was taken meanwhile
         ([("heard", 9), ("untaken", 10, 13), ("untaken", 10, 14), ("heard", 9)], True),
     ],
 )

@@ -67,7 +67,7 @@ def test_adaptive_is_faster_with_several_workers_of_each_kind() -> None:
 
 
 def test_a_prefill_worker_that_gets_slow_is_avoided_until_it_is_fast_again() -> None:
-    """From 20 to 60 s it is 10 times slower: avoided, tried occasionally, then used again."""
+    """The worker is 10 times slower from 20 to 60 s. It is avoided, tried occasionally, and then used again."""
     graph = VirtualGraph(ADAPTIVE)
     graph.after(20, lambda: setattr(graph.prefill[0], "slow", 10.0))
     graph.after(60, lambda: setattr(graph.prefill[0], "slow", 1.0))

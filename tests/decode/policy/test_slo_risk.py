@@ -1,4 +1,4 @@
-"""The expected number of SLO misses, and the promises that decisions by it keep in virtual time."""
+"""The expected number of SLO misses, and how many promises are kept by decisions that use it, in virtual time."""
 
 import math
 from dataclasses import replace
@@ -69,7 +69,7 @@ def run(
     known: bool,
 ) -> tuple[float, float]:
     """Return the share of requests within the promise and the median of the seconds to the last token, without the
-    first 20 requests, from which speeds are learned."""
+    first 20 requests, in which the workers learn speeds."""
     graph = VirtualGraph(settings, promised=promised if known else NO_PROMISE, slow=slow)
     at, arrivals = 0.0, Random(1)
     for _ in range(120):

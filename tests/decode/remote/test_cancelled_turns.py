@@ -5,7 +5,7 @@ from tests.decode.graph import WorkerGraph
 
 
 async def test_cancelled_prompts_leave_the_queue_and_cost_their_client_no_turn() -> None:
-    """A client that cancels its requests and tries again does not wait behind them."""
+    """A client cancels its requests and tries again. The new request does not wait behind the cancelled ones."""
     chunk = {"long-prefill-token-threshold": 512}
     async with WorkerGraph(max_local_prefill_length=8000, engine_args=chunk) as graph:
         graph.decode_engine.faults.slow = 30.0

@@ -1,5 +1,5 @@
-"""A prompt goes to the prefill worker that has its prefix cached, and to any worker if that one does not begin it in
-time."""
+"""A prompt goes to the prefill worker that has its prefix cached. If this worker does not begin in time, any worker
+may compute the prompt."""
 
 import asyncio
 import time
@@ -55,7 +55,7 @@ async def test_prompts_go_where_the_prompts_before_were_computed(
 async def test_a_worker_reports_prefixes_of_other_decode_workers_prompts(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """Reports start with the first prefix hit, because before it no prompts share a prefix."""
+    """A worker reports from its first prefix hit on, because before the hit no prompts share a prefix."""
     idle, prefill = [await graph.prefill(f"prefill-{number}", **SLOW) for number in range(2)]
     reports = (await graph.queue()).prefixes()
     await prefill.engine.prefill("of another", LONG, prefill.engine.plain_body(1))
@@ -79,7 +79,7 @@ async def test_own_prompts_are_remembered_as_far_as_they_fit_the_workers_cache(
 
 
 class Preferred:
-    """A prefill worker that has LONG cached, whose prompts the test answers; the worker `other` computes prompts."""
+    """`acted` is a prefill worker that has LONG cached; the test answers its prompts. `other` computes prompts."""
 
     def __init__(self, graph: WorkerGraph, acted: ActedPrefill, other: Prefill) -> None:
         self.graph, self.acted, self.other = graph, acted, other

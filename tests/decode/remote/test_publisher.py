@@ -58,7 +58,7 @@ async def test_flex_prompts_are_computed_one_at_a_time(
 async def test_held_prompts_count_as_queued_also_in_the_queue_hop(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
-    """The receipt's hop `queue` includes the time for which a prompt was held."""
+    """The hop `queue` includes the time for which the decode worker held the prompt back."""
     names = await flood(graph, frontend)
     assert graph.decode.load().queue_depth == 4
     assert shared_queue(graph.broker).stored == 1
@@ -102,7 +102,7 @@ async def test_held_prompts_are_prefilled_locally_when_no_worker_can_pull_them(
 async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_pulls_nothing(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """A held prompt times out as if it were in the queue."""
+    """A prompt that the decode worker holds back times out as if it were in the queue."""
     for name in await flood(graph, frontend):
         assert (await frontend.end_of(name)).way == ("local", "fallback")
     [queue] = [queue for queue in graph.broker._queues.values() if queue.ids]
@@ -113,7 +113,7 @@ async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_pu
     ("stored", "own", "tokens", "workers", "busy"),
     [
         (0, [], 5000, 1, False),
-        (9, [], 5000, 1, False),  # of other decode workers; one own prompt is always allowed
+        (9, [], 5000, 1, False),  # all are of other decode workers; one own prompt is always allowed
         (1, [1300], 1300, 1, True),
         (1, [1300], 1300, 2, False),
         (2, [1300], 1300, 2, True),

@@ -71,7 +71,7 @@ async def test_workers_warm_up_before_requests_and_only_one_metric_counts_it(
 async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
     slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It registers once its KV was read."""
+    """The prefill worker registers once its KV was read."""
     monkeypatch.setattr(presence, "INTERVAL", 0.01)
     graph = WorkerGraph()
     decode = Instance("decode-x", Role.DECODE, "demo", fingerprint=LOADED)
@@ -133,7 +133,7 @@ async def test_a_failed_warm_up_is_repeated_and_is_no_failure_of_a_request(
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
 async def test_a_worker_stops_waiting_for_a_newcomer_that_left(slow: None, role: Role) -> None:
-    """The newcomer does not answer, then leaves the registry."""
+    """A newcomer is a worker that warms up before it registers. This one does not answer, and then leaves."""
     graph, other = WorkerGraph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
     key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", wire=WIRE, fingerprint=LOADED)
     worker = graph.decode if role is Role.DECODE else graph.make(PrefillWorker, "prefill-0")

@@ -38,7 +38,7 @@ def test_the_chunk_fills_the_step() -> None:
 
 @pytest.mark.parametrize("slow", [0.1, 0.3, 1.0, 3.0, 10.0])
 def test_streams_keep_their_gap_and_a_prompt_beside_them_is_computed_fast(slow: float) -> None:
-    """On engines from 10 times faster to 10 times slower, with the same first chunk."""
+    """The engines are from 10 times faster to 10 times slower, and begin with the same chunk."""
     gap, begin = 0.06, 5 * slow
     graph = VirtualGraph(
         DecodeSection(remote_prefill=False), promised=Promised(math.inf, gap), slow=(slow, 1)

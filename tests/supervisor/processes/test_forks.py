@@ -77,7 +77,7 @@ async def test_a_forked_child_is_as_a_started_one_and_shares_the_import() -> Non
 
 
 async def test_proc_shows_the_command_and_the_environment_of_a_forked_child() -> None:
-    """The next supervisor finds it by its mark, `doctor` by its variables, an operator by its arguments."""
+    """The next supervisor finds a child by its mark, `doctor` by its variables, an operator by its arguments."""
     with Guardian(1, run=f"run-{os.getpid()}") as guardian:
         async with serving(guardian=guardian, ONLY="of the fork server") as server:
             lines: list[str] = []

@@ -54,7 +54,8 @@ async def test_the_error_of_an_etcd_without_disk_space_has_no_stack(tmp_path: Pa
 async def test_damaged_data_do_not_prevent_a_start(
     tmp_path: Path, credentials: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tried at the first start, and at a restart by `serve`, which puts the keys without a lease back into etcd."""
+    """The data are damaged before the first start, and again before a restart by `serve`. It puts the keys without a
+    lease back into etcd."""
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path)
     for kind in (EmbeddedNats, EmbeddedEtcd):
         async with kind(tmp_path, credentials=credentials) as server:
@@ -79,7 +80,7 @@ async def test_damaged_data_do_not_prevent_a_start(
             assert (await works(urls))["settings/a"] == b"1"
             for name in urls:
                 process = _process(urls[name])
-                process.suspend()  # so that it does not restart before the damage
+                process.suspend()  # so that the server is not restarted before the damage
                 damage(tmp_path / "servers" / name)
                 process.kill()
                 await until(partial(_logged, caplog, f"{name} is ready again at"))

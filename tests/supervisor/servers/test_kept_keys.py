@@ -50,7 +50,7 @@ async def test_changes_are_kept_but_not_the_loss_of_all_keys(tmp_path: Path) -> 
 async def test_settings_of_another_file_are_ignored_and_adapters_kept(
     tmp_path: Path, etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`fill` leaves these settings out of etcd, but in the file, from which only `follow` removes them."""
+    """`fill` does not put these settings into etcd. They stay in settings.json until `follow` removes them."""
     kept = {"file": str(tmp_path / "graph.yaml"), "settings/a": "1", "adapters/m/blue": "2"}
     (tmp_path / "settings.json").write_text(json.dumps(kept))
     with state.locked(tmp_path) as folder:
