@@ -57,7 +57,7 @@ def test_a_part_stops_what_it_started(tmp_path: Path, limit: str, code: int) -> 
 
 @pytest.mark.timeout(600)
 def test_ctrl_c_stops_a_part_and_what_it_started(tmp_path: Path) -> None:
-    """`env` restores Ctrl-C, which tests in a background shell ignore."""
+    """`env` restores SIGINT, which processes of a background shell ignore."""
     command = ["env", "--default-signal=INT", SCRIPT, str(tmp_path), "graph", "float32"]
     with Terminal(command, variables(SIM="1")) as terminal:
         terminal.until("measured: ready")

@@ -64,7 +64,7 @@ def _ask(host: Host, words: int, within: float) -> list[float]:
 
 
 def _until_it_answers(host: Host) -> None:
-    """Wait, because datagrams after a change are lost until the bridge has learnt where the host is."""
+    """Wait until the host answers. After a change, datagrams are lost until the bridge has learnt where the host is."""
     deadline = time.monotonic() + 30
     while not _ask(host, 1, within=0.5):
         assert time.monotonic() < deadline

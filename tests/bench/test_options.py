@@ -1,4 +1,4 @@
-"""Wrong command lines of all benchmarks are refused before anything starts."""
+"""Wrong command lines of benchmarks are refused before anything starts."""
 
 from pathlib import Path
 

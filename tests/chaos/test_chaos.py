@@ -23,8 +23,8 @@ SHARES = (
 """For each graph: its `write-timeout` in seconds, and its faults. `unread` comes late, when the graph tested beside it
 is nearly done, because the 200 unread streams fill a small machine."""
 AT_A_TIME = 2
-"""Graphs tested at the same time, because a run mostly waits. On machines where a frontend takes a minute to start,
-more graphs would starve each other."""
+"""Number of graphs tested at the same time. A run mostly waits, but more than these would starve each other on machines
+on which a frontend takes a minute to start."""
 
 APART = {
     "adapter-unload",

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.chaos
 
 
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path, chaos: Callable[..., Run]) -> None:
-    """It shows its rows so far, keeps its logs, and reports that it is incomplete."""
+    """The run shows its rows so far, keeps its logs, and reports that it is incomplete."""
     file = write(simulated(), tmp_path / "sim.yaml")
     run = chaos(file, "--only", "decode-hang", "--hold", "200", "--seconds", "3", "--workers", "1")
     deadline = time.monotonic() + 180

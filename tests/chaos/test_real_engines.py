@@ -1,4 +1,4 @@
-"""Faults of engines themselves, on two real engines per role in float32, where every output must equal that of the
+"""Faults of engines themselves, on two real engines per role. In float32, every output must equal that of the
 undisturbed graph. Most other faults are tested with simulated engines."""
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ def test_killed_and_hung_engines_drop_nothing(chaos: Callable[..., Run]) -> None
 
 
 def test_engines_on_hosts_drop_nothing(chaos: Callable[..., Run], may_have_hosts: bool) -> None:
-    """KV transfer between two hosts whose link is cut, then slow; the rest of `--hosts` is tested with simulated
-    engines."""
+    """KV is transferred between two hosts whose link is first cut and then slow. Other faults of `--hosts` are tested
+    with simulated engines."""
     if not may_have_hosts:
         pytest.skip("this machine permits no network namespaces: tests/bench/test_hosts.py says why")
     faults = ["prefill-link-cut-10s", "delay-50ms"]

@@ -50,7 +50,7 @@ class Prometheus:
 @contextmanager
 def scraping(folder: Path, *targets: str, **options: object) -> Iterator[Prometheus]:
     """Run Prometheus with the configuration of the Compose file, but scrape the targets each second and fire alerts
-    after two seconds. `options` are of the scrape job."""
+    after two seconds. `options`: further keys of the scrape job."""
     alerts = folder / "alerts.yml"
     alerts.write_text(re.sub(r"for: \d+[sm]", "for: 2s", (FOLDER / "alerts.yml").read_text()))
     addresses = '", "'.join(targets)

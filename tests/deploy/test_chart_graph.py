@@ -1,5 +1,5 @@
-"""pdserve's command line, loader and plan accept the pods' arguments, environment and YAML. Faults of which users of
-other charts complain (the threads are named) do not happen."""
+"""pdserve's command line, loader and plan accept the pods' arguments, environment and YAML. Faults of other
+charts do not happen; "Complaint" names the threads in which their users report them."""
 
 import os
 import re
@@ -282,7 +282,7 @@ def test_queries_ask_for_metrics_that_exist() -> None:
 
 
 def test_prometheus_answers_the_queries(tmp_path: Path) -> None:
-    """Once with busy workers and a backlog, once without any series, where KEDA must get 0, not an empty result."""
+    """Asked with busy workers and a backlog, and without any series. Then, KEDA must get 0, not an empty result."""
     scaled = combination("scaled").of("ScaledObject")
     (decode,), (prefill,) = (_queries(scaled[f"pdserve-{role}"]) for role in ("decode", "prefill"))
     labels = 'model="demo",namespace="llm"'

@@ -35,7 +35,7 @@ CLIENTS = 6
 PATIENCE = 120.0
 """Seconds after which a request counts as hung, and within which a replaced graph prefills remotely."""
 SETTLE = 40.0
-"""Seconds until all KV must be free: longer than a KV lease (30 s)."""
+"""Seconds until all KV must be free: longer than a KV lease."""
 SERVERS: Object = {"nats": {"image": "nats:2.13"}, "etcd": {"image": "etcd:3.7"}}
 
 
@@ -62,11 +62,11 @@ def _version(version: str, folder: Path) -> None:
 def test_no_request_fails_while_the_release_is_upgraded_and_rolled_back(
     tmp_path: Path, credentials: Credentials
 ) -> None:
-    """First all of pdserve is upgraded, with another number of prefill workers and other KV blocks; then NATS and etcd;
-    and all of it is rolled back at once."""
+    """First, all of pdserve is upgraded, with another number of prefill workers and other KV blocks, and then NATS and
+    etcd. At last, everything is rolled back at once."""
     tmp_path.chmod(0o755)  # pods read the builds there
     (cache := tmp_path / "cache").mkdir()
-    cache.chmod(0o777)  # of vLLM, which would inspect the model again in each pod
+    cache.chmod(0o777)  # vLLM's cache: without it, each pod would inspect the model again
     common = SECRETS | {"env": [{"name": "VLLM_CACHE_ROOT", "value": str(cache)}]}
     for version in (OLD, NEW):
         _version(version, tmp_path)
@@ -152,7 +152,7 @@ async def _is_of(version: str, release: Release, credentials: Credentials) -> No
 
 
 async def _holds_nothing(release: Release, credentials: Credentials) -> None:
-    """Assert that NATS has at most a consumer of each fingerprint, etcd a lease of each role, and workers no KV."""
+    """Assert that NATS has at most one consumer per fingerprint, etcd one lease per role's pod, and workers no KV."""
     record = _record(release, credentials)
     async with GraphWatch() as watch:
         await watch.move(record)

@@ -80,7 +80,7 @@ class Watched:
 
 
 async def outages(graph: Watched, send: Callable[[str, int], None]) -> None:
-    """Stop in turn: a decode worker with NATS; etcd; all prefill workers; all decode workers."""
+    """Suspend and continue in turn: a decode worker with NATS; etcd; all prefill workers; all decode workers."""
 
     async def during(names: list[str], problem: str, *alerts: str) -> None:
         for name in names:

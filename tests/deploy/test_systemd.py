@@ -58,8 +58,8 @@ def test_each_unit_runs_a_role_with_its_own_ports() -> None:
 
 
 def test_one_file_more_changes_the_settings_of_one_unit() -> None:
-    """The file can also set the graph's file and the index, for a second model. systemd reads files after Environment,
-    in order."""
+    """The file can also set the graph's file and the index, for a second model. systemd reads the files in order, after
+    `Environment=`."""
     files = re.findall(r"^EnvironmentFile=(.*)$", COMMON, re.M)
     assert files == ["/etc/pdserve/env", "-/etc/pdserve/%N.env"]
     assert "Environment=GRAPH=/etc/pdserve/graph.yaml INDEX=%i\n" in COMMON
@@ -74,7 +74,7 @@ def test_one_file_more_changes_the_settings_of_one_unit() -> None:
 
 @pytest.mark.parametrize("unit", [unit.name.replace("@", "@0") for unit in UNITS])
 def test_only_folders_of_pdserve_may_be_written(unit: str) -> None:
-    """As systemd sees the unit, with the shared settings."""
+    """Checks the unit as systemd sees it, with the shared settings."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd here")
     done = subprocess.run(
@@ -91,8 +91,8 @@ def test_only_folders_of_pdserve_may_be_written(unit: str) -> None:
 
 
 def test_a_role_starts_again_whatever_its_exit_code() -> None:
-    """It restarts after exit code 2, too, because at boot the address, model folder or GPU driver may come later than
-    the unit."""
+    """Also after exit code 2, a role starts again, because at boot the address, model folder or GPU driver may come
+    later than the unit."""
     assert setting(COMMON, "Restart") == "always"
     assert setting(COMMON, "StartLimitIntervalSec") == "0"
     assert "RestartPreventExitStatus" not in COMMON

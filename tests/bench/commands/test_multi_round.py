@@ -50,7 +50,7 @@ def test_texts_have_as_many_words_as_were_asked_for() -> None:
 
 
 def _small(**changes: Any) -> MultiRound:
-    """Two users with three questions each, half a second apart: 6 requests/s."""
+    """A user joins every 0.5 s and asks three questions, half a second apart: 6 requests/s."""
     small = _load(2, 3, 4, shared_system_prompt=20, user_history_prompt=10, answer_len=3, seconds=2.5)
     return replace(small, **changes)
 

@@ -50,8 +50,8 @@ def probe(found: Entrant, rate: float, kept: int, failed: int = 0) -> None:
 
 
 def test_the_best_of_each_kind() -> None:
-    """`best_of` returns the candidate with the highest goodput: the first of equals; if no rate is carried, the one
-    that comes nearest."""
+    """`best_of` returns the candidate with the highest goodput, and the first of equals. If none carries a rate, it
+    returns the one that comes nearest."""
     slow, fast = entrant("slow", True, r2=20, r4=5), entrant("fast", True, r2=20, r4=20, r8=3)
     same, other = entrant("same", True, r2=20, r4=20, r8=3), entrant("other", False, r2=20, r4=20, r8=20)
     assert best_of([slow, fast, same, other], True) is fast

@@ -226,6 +226,7 @@ async def scene() -> AsyncIterator[Scene]:
 async def test_a_fault_with_an_unexpected_error_is_bad_and_an_impossible_one_skipped(
     scene: Scene, error: Exception
 ) -> None:
+    """`Cannot` skips a fault, unless an earlier problem has made the fault bad."""
     raised = [error, Cannot("needs root"), Cannot("needs root")]
 
     async def play(_: Scene) -> float:
@@ -241,6 +242,7 @@ async def test_a_fault_with_an_unexpected_error_is_bad_and_an_impossible_one_ski
 
 
 async def test_a_fault_without_effect_is_bad(scene: Scene, victims: list[Victim], tmp_path: Path) -> None:
+    """Without a connection, a cut is impossible (`Cannot`). Faults that were tried and harmed nothing are bad."""
     with pytest.raises(Cannot, match="decode-0 has no connection to cut"):
         async with injected(Harm.CUT, victims[:1], os.getpid(), tmp_path):
             pass

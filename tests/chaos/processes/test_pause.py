@@ -1,4 +1,4 @@
-"""Setting back a process's monotonic clock, as if it had stood still, does not change how long the process waits."""
+"""Setting back a process's monotonic clock, as if the clock had stood still, does not change how long the process waits."""
 
 import os
 import shutil
