@@ -68,7 +68,7 @@ async def test_a_prompt_that_its_own_worker_pulls_is_prefilled_locally_and_count
     pair.b.engine.faults.going.clear()
     await pair.b.frontend.submit(SHORT, 100)
     await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
-    pair.b.worker._prompts.pulling.pulled = 1e9  # it pulls no prompt
+    pair.b.worker._prompts.pulling.pulled = 1e9  # this worker pulls no prompt
     await pair.a.frontend.stream()
     with failing("own", 0):
         assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")

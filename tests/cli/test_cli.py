@@ -251,7 +251,7 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
 def test_a_file_without_addresses_does_not_say_which_graph_is_meant(
     pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The units' addresses are in their env file, which a shell has to read first."""
+    """The addresses of systemd's units are in their env file, which a shell has to read first."""
     (file := tmp_path / "graph.yaml").write_text("VllmWorker: {model: demo, engine: sim}\n")
     missing = pdserve("status", "-f", file)
     assert (missing.returncode, missing.stdout) == (1, "")

@@ -102,7 +102,7 @@ async def _joins(etcd: str) -> None:
 async def test_the_documented_commands_make_room_in_a_full_etcd(
     tmp_path: Path, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As typed from docs/operations.md, with an address that the certificate does not name."""
+    """The commands are those of docs/operations.md, with an address that the certificate does not name."""
     page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
     block = page.partition("### A full etcd")[2].split("```")[1]
     commands = "\n".join(line.removeprefix("$ ") for line in block.splitlines()[1:])

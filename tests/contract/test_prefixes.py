@@ -82,7 +82,7 @@ def test_a_large_cache_reports_every_nth_block(blocks: int, stride: int) -> None
 
 
 def test_only_the_newest_blocks_of_host_memory_are_reported() -> None:
-    """All blocks of the engine's own cache are reported, however many host memory holds."""
+    """All blocks of the engine's own cache are reported, however many blocks host memory holds."""
     prefixes = CachedPrefixes()
     prefixes.resize(MAX_REPORTED, 1)
     everything = [number.to_bytes(8) for number in range(MAX_REPORTED + 3)]

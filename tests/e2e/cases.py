@@ -8,7 +8,7 @@ import httpx
 BLOCK = 32
 """KV block size of the graph under test, in tokens."""
 LOCAL_LIMIT = 128
-"""Its max-local-prefill-length, in tokens."""
+"""`max-local-prefill-length` of the graph under test, in tokens."""
 
 # one token; around a KV block; around the local/remote threshold; several blocks; several prefill chunks
 LENGTHS = (1, 2, 31, 32, 33, 64, 127, 128, 129, 160, 161, 300, 512, 1000, 1501, 2048, 3000)

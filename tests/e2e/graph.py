@@ -24,7 +24,7 @@ class RealGraph(Serve):
         self._kept_until = 0.0
 
     def metrics(self) -> "Metrics":
-        """Return the frontend's merged metrics as of this call: wait until a page that the frontend has kept since the
+        """Return the frontend's current merged metrics. First, wait until the page that the frontend has kept since the
         last call has expired."""
         time.sleep(max(0.0, self._kept_until - time.monotonic()))
         page = httpx.get(f"{self.url}/metrics", timeout=30).text

@@ -65,7 +65,7 @@ def test_a_kv_transfer_is_in_metrics_and_receipt(graph: RealGraph) -> None:
 
 
 def test_only_known_ports_listen(graph: RealGraph) -> None:
-    """By default, they listen on loopback only (docs/security.md)."""
+    """By default, processes listen on loopback only (docs/security.md)."""
     found = listeners(graph)
     others = found.pop(("VLLM::EngineCore", "TCP"))
     assert others <= 2 * 20  # UCX, the store and Gloo of each engine

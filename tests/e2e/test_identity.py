@@ -55,7 +55,7 @@ async def test_tokens_of_parallel_requests(
 
 
 async def all_at_once(graph: RealGraph, cases: list[Case]) -> list[tuple[str, Exchange]]:
-    """Send all cases at once, each as a stream and not. Return the cases' names and responses."""
+    """Send all cases at once, each with and without streaming. Return the cases' names and responses."""
     jobs = [(case, stream) for case in cases for stream in (False, True)]
     answers = await asyncio.gather(
         *(complete(graph, case, stream=stream, salt=f"many-{i}") for i, (case, stream) in enumerate(jobs))

@@ -16,7 +16,7 @@ MODULES = ("registry/test_contract.py", "queue/test_contract.py")
 
 
 def interpreter(version: str) -> str:
-    """The path of a Python of this version that is installed here; skips the test where there is none."""
+    """The path of a Python of this version that is installed here; skips the test if there is none."""
     listed = subprocess.run(
         [UV, "python", "list", "--only-installed", "--no-python-downloads", "--offline"],
         capture_output=True,

@@ -91,7 +91,7 @@ async def test_each_read_is_confirmed_by_the_engine_that_was_read(
 
 
 async def test_an_answer_does_not_confirm_a_later_read(leases: Leases, key: CurveKey | None) -> None:
-    """The later read has the same prefill and name, as of a request that was cancelled and sent again."""
+    """The later read has the same prefill and name, as if its request had been cancelled and sent again."""
     with engine(leases, key) as path, asking(key) as confirmations:
         ended = {"r": Source(path, "prefill-0-a", "p")}
         assert await outcome(confirmations, ended) == {"r": True}

@@ -33,8 +33,8 @@ def test_a_finished_read_is_forgotten() -> None:
 
 
 def test_reads_that_stall_together_pause_the_next_handshake_once() -> None:
-    """vLLM doubles the pause each time: six stalled reads stopped remote prefill for 16 s, in which the KV of new
-    requests was neither read nor rejected."""
+    """In vLLM, each stalled read doubles the pause. Six of them stopped remote prefill for 16 s; meanwhile, the KV of
+    new requests was neither read nor rejected."""
     provide_nixl()
     from pdserve.kv.connector import ConnectorWorker, TransferStats
 

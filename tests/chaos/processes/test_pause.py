@@ -1,4 +1,4 @@
-"""Setting back a process's monotonic clock, as if the clock had stood still, does not change how long the process waits."""
+"""A process waits as long as asked although its monotonic clock is set back, as if the clock had stood still."""
 
 import os
 import shutil

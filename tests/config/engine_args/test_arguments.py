@@ -1,5 +1,5 @@
-"""pdserve's list of vLLM's arguments: values and command lines. (tests/engine/test_vllm_api.py compares it with
-vLLM.)"""
+"""pdserve's list of vLLM's arguments: values and command lines. (tests/engine/test_vllm_api.py compares the list
+with vLLM.)"""
 
 import re
 
