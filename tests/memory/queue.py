@@ -29,7 +29,7 @@ class _Entry:
     stored: float
     deliveries: int = 0
     again_at: float = 0.0
-    """monotonic seconds from which it may be delivered (again); 0 if it never was"""
+    """monotonic time from which the request may be delivered again; 0 if it was not delivered yet"""
 
 
 @dataclass

@@ -37,7 +37,7 @@ class MemoryServer:
         await self.notify()
 
     async def up(self, lose_data: bool = False) -> None:
-        """Come back with the leased keys of all live clients, which register again at a real server."""
+        """Come back with the leased keys of all live clients. (At a real server, the clients write them again.)"""
         self.alive = True
         if lose_data:
             self._unleased.clear()

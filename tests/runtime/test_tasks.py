@@ -79,7 +79,7 @@ async def test_work_until_done_ends_on_return_or_a_dead_engine() -> None:
 
 
 async def test_a_dead_engine_inside_an_exception_group_is_raised() -> None:
-    """`isolate_errors` around the group lets it pass."""
+    """`isolate_errors` around the group lets the error pass."""
 
     async def dead() -> None:
         raise EngineDead("dead")

@@ -28,7 +28,7 @@ SAMPLES = 20
 
 
 def series(**growth: float) -> list[UsageSnapshot]:
-    """Samples in which each count of `growth` rises by its value per round in `frontend-0`."""
+    """Return samples in which counts of `frontend-0` rise from one to the next, each by its value in `growth`."""
     return [
         {
             "frontend-0": replace(
@@ -133,8 +133,8 @@ found = asyncio.run(rounds.soak_rounds(form, 0.001, None, 1.0, 1, folder))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_round_of_each_form(form: str, tmp_path: Path) -> None:
-    """In a process of its own: gRPC's threads, which connect to etcd, stay in the network of the test that started
-    them."""
+    """Runs in its own process, because gRPC's threads, which connect to etcd, stay in the network of the test that
+    started them."""
     if form == "pods":
         with hosts(tmp_path / "try"):
             pass  # skips the test where hosts are not permitted

@@ -1,5 +1,5 @@
 """Short runs of `python -m pdserve_bench.soak` and `.fuzz` with real processes, NATS and etcd, and simulated engines.
-Both use one graph, the soak first, because it measures more precisely."""
+Both use one graph. The soak runs first, because it measures more precisely."""
 
 import json
 from collections.abc import AsyncIterator
@@ -175,7 +175,7 @@ def test_failures_by_schemathesis_count_unless_each_is_excused() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_requests_of_every_shape_leave_nothing_behind(graph: StartedGraph, tmp_path: Path) -> None:
-    """No 5xx, no request, block or slot in use, no process lost; the canary gets correct tokens."""
+    """There is no 5xx, no request, block or slot stays in use, and no process is lost. The canary gets correct tokens."""
     fuzzer = Fuzzer(graph.graph, graph.state_dir / "logs")
     async with fuzzer.watching():
         await fuzzer.run(hostile_requests("demo"), 4)
@@ -199,8 +199,8 @@ async def test_requests_of_every_shape_leave_nothing_behind(graph: StartedGraph,
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 async def test_greedy_clients_do_not_starve_another(tmp_path: Path) -> None:
-    """Unread streams, a large `n`, streams, and many long prompts: each greedy response takes half a minute, and the
-    canary waits for none. With real engines, two frontends, https and keys."""
+    """The greedy clients send many long prompts, or ask for a large `n` or for streams, some of which they do not read.
+    Each greedy response takes half a minute, and the canary waits for none. The graph has real engines."""
     kinds = ["unread", "many", "streams", "prompts"]
     report = await attack.attacked(REAL, tmp_path, kinds, 20.0, print, beyond=10.0)
     assert not [finding.what for finding in report.findings]

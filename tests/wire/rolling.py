@@ -117,8 +117,8 @@ class Rolled:
 
     async def replace(self, build: Path, load: JudgedLoad) -> None:
         """Replace the process of each slot in turn with one of this build. After each, wait for a remote prefill,
-        except after the last prefill worker, because newer decode workers read no KV from the last release's prefill
-        workers (`records.MIN_KV_WIRE`)."""
+        except after the last prefill worker. If that one is of the last release, so are all prefill workers, from which
+        newer decode workers read no KV (`records.MIN_KV_WIRE`)."""
         for role, count in WORKERS.items():
             for index in range(count):
                 await self.end(role, index)

@@ -17,7 +17,7 @@ async def test_no_request_is_lost_when_processes_are_replaced_one_by_one(tmp_pat
     except Unavailable as lacking:
         pytest.skip(str(lacking))
     speed = SIM_SPEED["sim"].copy()
-    del speed["stop-signal"]  # the release does not know it
+    del speed["stop-signal"]  # the last release does not know this key
     file = write(simulated(speed), tmp_path / "sim.yaml")
     rows = await upgrade(file, released, [ROOT, released], tmp_path, print)
     assert len(rows) == 2

@@ -276,7 +276,7 @@ async def test_no_block_is_written_beyond_the_limit_of_pending_writes(
 
 
 async def test_a_full_disk_is_written_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that still waited to be written would fill it again."""
+    """Blocks that still wait to be written would fill the disk again."""
     go, written = threading.Event(), list[object]()
 
     def write(place: object, row: object) -> None:
