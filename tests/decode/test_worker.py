@@ -455,7 +455,7 @@ async def test_the_load_is_sent_to_frontends_that_follow_it(
 async def test_prompts_go_the_cheaper_way_and_settings_change_at_run_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Setting a threshold selects the policy `threshold`, unless a policy is set."""
+    """Setting a threshold selects the policy `threshold`, unless a policy is set, too."""
     async with WorkerGraph(policy="adaptive") as graph:
         await graph.prefill()
         frontend, registry = await graph.frontend(), await graph.registry_of_another()

@@ -81,7 +81,7 @@ class Draining(Idle):
 
 
 class Endless(Idle):
-    """Its work fails, and one of its tasks does not end."""
+    """A service whose work fails while one of its tasks does not end."""
 
     def __init__(self) -> None:
         super().__init__(self._fail_once_it_serves)

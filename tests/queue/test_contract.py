@@ -153,7 +153,7 @@ async def test_a_request_that_is_given_back_is_redelivered_at_once(queues: Queue
 
 
 async def test_an_abandoned_pull_keeps_no_request(queues: Queues) -> None:
-    """It keeps neither a later request, nor one that arrives while the pull is cancelled."""
+    """A cancelled pull keeps neither a later request nor one that arrives while it is cancelled."""
     decode, leaving, other = await queues(), await queues(), await queues()
     for number in range(10):
         pulling = asyncio.create_task(leaving.pull(1, 30))

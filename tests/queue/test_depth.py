@@ -28,11 +28,11 @@ def published(*sequences: int) -> QueueDepth:
             published(1, 2, 3).reported(QueueState(2, 1)).reported(QueueState(2, 4)),
             4,
         ),  # redelivered, with newer pending
-        (published(9), 1),  # others' requests would be reported if they waited
+        (published(9), 1),  # if requests of others waited, a report would have said so
         (
             published(1).reported(QueueState(1, 2)).published(6),
             5,
-        ),  # others' requests waited; so do those before 6
+        ),  # requests of others waited, so those stored before 6 count as waiting
         (published(4, 9).reported(QueueState(5, 1)), 2),
     ],
 )

@@ -177,7 +177,7 @@ async def test_a_process_keeps_its_keys_and_vanishes_with_its_lease_when_it_is_k
 
 
 async def test_a_hung_server_loses_no_process(etcd_stage: EtcdStage) -> None:
-    """A cancelled call leaves no created key; no process is seen to vanish; leaving may be cancelled."""
+    """A cancelled call leaves no created key. No process is seen to vanish. Leaving the registry can be cancelled."""
     leaving = etcd_stage.registry()
     await leaving.__aenter__()
 

@@ -81,7 +81,7 @@ async def test_a_lost_worker_is_reported_until_another_replaces_it() -> None:
 
 
 class WatchedAnew(MemoryRegistry):
-    """Its first watch fails at the first change."""
+    """A registry whose first watch fails at the first change."""
 
     watches = 0
 

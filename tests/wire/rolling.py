@@ -51,7 +51,7 @@ SimModel.next_token = lambda self, context, salt=0: (
 """Code added to the build `FIRST`: its simulated engines generate the tokens of newer ones, because both builds must
 serve one model."""
 SETTLE = 40.0
-"""Seconds until all KV must be free: longer than a KV lease (30 s)."""
+"""Seconds until all KV must be free: longer than a KV lease."""
 
 
 def build_of(commit: str, folder: Path) -> Path:

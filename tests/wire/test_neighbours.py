@@ -48,8 +48,8 @@ docs/decisions/0072-neighbours.md has the reasons. Never edit what is kept: `mak
 
 
 def differences(sent: Any, read: Any, at: str) -> Iterator[str]:
-    """Yield what was read otherwise than it was sent. A field that is read but not sent is a difference; a field that is
-    sent but not read is none."""
+    """Yield what was read otherwise than it was sent. A field that is read but not sent is a difference;
+    a field that is sent but not read is none."""
     if isinstance(sent, dict) and isinstance(read, dict):
         for name in read:
             if f"{at}.{name}" in DROPPED:

@@ -90,8 +90,8 @@ def foreign_memory() -> Iterator[None]:
     "noted", [True, False], ids=["all killed at once", "its tracker and its leader killed"]
 )
 async def test_the_group_and_shared_memory_of_a_child_end_with_it(noted: bool) -> None:
-    """The child's memory is found through its processes, so that memory of other programs remains. `noted`: this was
-    done before the kill. Otherwise Python's resource tracker is killed first, and then the child."""
+    """The child's memory is found through its processes, so that memory of other programs remains. `noted`: the
+    memory is noted before all are killed. Otherwise, Python's resource tracker is killed first, and then the child."""
     lines: list[str] = []
     child = start(fake(FORKED), lines.append)
     await until(lambda: len(lines) == 3)
