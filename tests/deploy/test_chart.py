@@ -172,7 +172,7 @@ def test_selectors_find_their_pods_and_no_others(name: str) -> None:
 
 
 def test_the_values_of_a_pod_are_merged_as_kubernetes_would() -> None:
-    """Compared with `kubectl patch --type strategic`."""
+    """The result is compared with that of `kubectl patch --type strategic`."""
     patch: Object = {
         "metadata": {"labels": {"team": "llm"}, "annotations": {"prometheus.io/scrape": "false"}},
         "spec": {

@@ -282,7 +282,8 @@ def test_queries_ask_for_metrics_that_exist() -> None:
 
 
 def test_prometheus_answers_the_queries(tmp_path: Path) -> None:
-    """Asked with busy workers and a backlog, and without any series. Then, KEDA must get 0, not an empty result."""
+    """Prometheus is asked with busy workers and a backlog, and without any series. In the second case, KEDA must get 0,
+    not an empty result."""
     scaled = combination("scaled").of("ScaledObject")
     (decode,), (prefill,) = (_queries(scaled[f"pdserve-{role}"]) for role in ("decode", "prefill"))
     labels = 'model="demo",namespace="llm"'

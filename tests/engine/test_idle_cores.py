@@ -1,4 +1,4 @@
-"""How many threads a step on the CPU has: more than the plan gives, if it has one prompt alone and cores are idle."""
+"""A step on the CPU has more threads than the plan gives, if its only request is a prompt and cores are idle."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

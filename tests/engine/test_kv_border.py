@@ -14,7 +14,7 @@ from pdserve.plan.model_folder import read_model
 
 MODEL = read_model(MODEL_DIR)
 CONFIG = api.engine_config(["--model", str(MODEL_DIR), "--block-size", "32", "--max-model-len", "4096"])
-CONFIG.cache_config.kv_cache_layout = "LBHNC"  # what the core resolves for the CPU's attention
+CONFIG.cache_config.kv_cache_layout = "LBHNC"  # vLLM's choice for the CPU
 REFUSALS = ("To serve at least one request", "No available memory")
 
 

@@ -64,7 +64,7 @@ async def test_the_tokens_are_those_of_an_engine_without_speculation(pair: Engin
 
 
 async def test_requests_together_have_their_own_drafts(pair: Engines) -> None:
-    """Greedy requests, and requests with top_k 1 and other temperatures, in the same steps. Each engine prefills for
+    """The same steps have greedy requests and requests with top_k 1 and other temperatures. Each engine prefills for
     the other, as under `role: both`."""
     kinds = (
         body(TOKENS),

@@ -19,7 +19,7 @@ def stored(hashes: list[int], tokens: list[int], parent: int | None = None, **mo
 
 
 def in_host(hashes: list[int]) -> api.BlockStored:
-    """Stored in host memory: without tokens, like OffloadingConnector's."""
+    """The event of blocks stored in host memory: it has no tokens, like OffloadingConnector's."""
     return api.BlockStored(hashes, None, [], 0, None, "CPU", None, group_idx=0)
 
 

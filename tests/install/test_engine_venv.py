@@ -137,7 +137,7 @@ def test_pip_settings_apply_in_an_environment_without_pip(tmp_path: Path) -> Non
 def test_passwords_of_indexes_are_on_no_command_line_and_in_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The index fails, so that uv asks no other index."""
+    """The indexes' server fails, so that uv asks no other server."""
     asked: list[str | None] = []
     commands: list[list[str]] = []
 

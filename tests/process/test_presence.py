@@ -36,7 +36,7 @@ def test_the_generation_of_a_card(own: ModelCard, registered: list[ModelCard], e
 
 
 async def test_a_frontend_announces_itself_during_an_outage_of_the_registry() -> None:
-    """A worker that warmed up also deletes its key in `newcomers/`, for which it needs etcd. A frontend has no such key."""
+    """A worker that warmed up also deletes its key in `newcomers/`, which needs etcd. A frontend has no such key."""
     server = MemoryServer()
     async with MemoryRegistry(server, "t") as registry, MemoryRegistry(server, "t") as other:
         mine = Presence(registry, Instance("frontend-0", Role.FRONTEND), None)

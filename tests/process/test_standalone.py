@@ -65,7 +65,7 @@ def alone(tmp_path: Path, nats_url: str, etcd_url: str, namespace: str) -> Alone
 
 
 async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
-    """At that time, the frontend imports vLLM in a thread that cannot be stopped, and a client is connected."""
+    """Meanwhile, the frontend imports vLLM in a thread that cannot be stopped, and a client is connected."""
     async with alone.view() as view:
         with Terminal(alone.command(Role.FRONTEND), alone.env) as terminal:
             await until(lambda: bool(view.instances(Role.FRONTEND)), 90)
@@ -86,7 +86,9 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
             await asyncio.to_thread(terminal.until, "running requests may finish")
             await asyncio.sleep(SAME_STOP)
             terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "the exit code is 0", 20)  # a body may begin for 30 s
+            await asyncio.to_thread(
+                terminal.until, "the exit code is 0", 20
+            )  # the client has 30 s to begin its body
             writer.close()
         assert "second signal" in terminal.text
 

@@ -87,7 +87,7 @@ class _MemoryOutage(Outage):
 
 
 class NatsOutage(Outage):
-    """With TLS, as in most graphs; the NATS that all tests share has none."""
+    """A NATS of one test. It uses TLS, as in most graphs; the NATS that all tests share does not."""
 
     def __init__(self, state_dir: Path, credentials: Credentials) -> None:
         self.server = nats_server(state_dir, credentials=credentials)

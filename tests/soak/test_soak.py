@@ -175,8 +175,8 @@ def test_failures_by_schemathesis_count_unless_each_is_excused() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_requests_of_every_shape_leave_nothing_behind(graph: StartedGraph, tmp_path: Path) -> None:
-    """No response is a 5xx, no request, block or slot stays in use, and no process is lost. The canary (the client beside)
-    gets correct tokens."""
+    """No response is a 5xx, no request, block or slot stays in use, and no process is lost. The canary, a
+    well-behaved client, gets correct tokens."""
     fuzzer = Fuzzer(graph.graph, graph.state_dir / "logs")
     async with fuzzer.watching():
         await fuzzer.run(hostile_requests("demo"), 4)

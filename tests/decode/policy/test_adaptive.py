@@ -39,7 +39,7 @@ def finish(
 def test_without_a_promise_adaptive_is_about_as_good_as_the_better_way(
     slow: tuple[float, float], load: float
 ) -> None:
-    """With decode and prefill workers of equal and of different speeds."""
+    """Decode and prefill workers have equal or different speeds."""
     (local, local_kept), (remote, remote_kept), (median, share) = (
         finish(settings, slow, load) for settings in (ALL_LOCAL, ALL_REMOTE, ADAPTIVE)
     )
@@ -89,7 +89,7 @@ def test_a_prefill_worker_that_stops_answering_gets_few_more_prompts() -> None:
 
 @pytest.mark.parametrize("rate", [44, 144])
 def test_reports_at_a_bounded_rate_are_about_as_good_as_a_broadcast_of_each_pull(rate: int) -> None:
-    """With eight decode workers, and two prefill workers or eight."""
+    """There are eight decode workers, and two or eight prefill workers."""
     found, reports = [], []
     for broadcasts in (True, False):
         graph = VirtualGraph(ADAPTIVE, prefill=2 if rate == 44 else 8, decode=8, broadcasts=broadcasts)

@@ -91,7 +91,7 @@ PROMISES = {
 
 @pytest.mark.parametrize(("promise", "load"), [("chat", 0.5), ("chat", 1.0), ("agent", 1.0), ("RAG", 0.5)])
 def test_adaptive_keeps_about_as_many_promises_as_the_better_way(promise: str, load: float) -> None:
-    """With decode and prefill workers up to 10 times faster or slower."""
+    """Decode and prefill workers are up to 10 times faster or slower than usual."""
     knows = blind = 0.0
     promised, prompt = PROMISES[promise]
     for decode, prefill in product((0.1, 1.0, 10.0), repeat=2):

@@ -1,4 +1,4 @@
-"""Prompts of a greedy client and of others at the prefill queue."""
+"""Prompts of a greedy client and of other clients at the prefill queue."""
 
 import pytest
 
@@ -137,7 +137,7 @@ def test_a_worker_publishes_just_enough_to_keep_the_prefill_workers_busy(
 def test_holding_a_flood_back_delays_it_little_and_shortens_the_waits_of_others(
     prompt: int, prefill: int, decode: int
 ) -> None:
-    """In virtual time."""
+    """Both are measured in virtual time."""
 
     def flood(seed: int, *, turns: bool) -> tuple[float, float]:
         """Return the time of the last first token, and the honest client's longest wait for a prefill worker."""

@@ -35,7 +35,7 @@ sys.exit(7)
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the modules of these tests, and a process that adopts orphans, as `serve` does."""
+    """Return a folder with the modules of these tests, and let this process adopt orphans, as `serve` does."""
     (tmp_path / "forked_state.py").write_text(STATE)
     (tmp_path / "forked_role.py").write_text(ROLE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
