@@ -37,6 +37,7 @@ def test_step_time(decoding: int, context: int, chunks: list[tuple[int, int]], s
 
 
 def test_a_chunk_follows_two_short_steps_for_kv() -> None:
+    """In steps with KV that was read, a prompt gets one block twice, and then a whole chunk."""
     model = SimModel(prompt_chunk=256, block_size=16)
     assert [model.chunk(256, 1, with_kv) for with_kv in range(5)] == [256, 16, 16, 256, 16]
 

@@ -214,7 +214,7 @@ def test_each_problem_is_a_sentence(told: str) -> None:
 
 
 def test_states_without_a_problem() -> None:
-    """The queue is within its limit. The slow links are unused, or slow by milliseconds only."""
+    """The queue is within its limit. Slow links are unused, or their reads take at most 0.1 s."""
     assert found(state(loads={"decode-0-d0": Load(queue_depth=8)})) == []
     assert found(state(links=slow(pull_seconds=0.1))) == []
     assert found(state(links=slow(pull_seconds=0.045))) == [], "slow, but only 45 ms"

@@ -11,7 +11,7 @@ SEARCHES = 60
 
 
 class Curve:
-    """A server at which 90 % keep the SLO at `border` requests per second. The higher `steep`, the fewer keep it above."""
+    """A server where 90 % keep the SLO at `border` requests per second. The higher `steep`, the fewer keep it above."""
 
     def __init__(self, border: float, steep: float) -> None:
         self.border, self._steep = border, steep

@@ -54,8 +54,8 @@ async def test_the_error_of_an_etcd_without_disk_space_has_no_stack(tmp_path: Pa
 async def test_damaged_data_do_not_prevent_a_start(
     tmp_path: Path, credentials: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The data are damaged before the first start, and again before a restart by `serve`. It puts the keys without a
-    lease back into etcd."""
+    """The data are damaged before the first start, and again before a restart by `serve`. Then `serve` puts the
+    keys without a lease back into etcd."""
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path)
     for kind in (EmbeddedNats, EmbeddedEtcd):
         async with kind(tmp_path, credentials=credentials) as server:
