@@ -269,9 +269,8 @@ async def test_an_adapter_of_the_graph_that_failed_to_load_is_tried_again(
     alone.engine.problem = None
     assert (await alone.have("a", id=id))[0].problem
     monkeypatch.setattr("pdserve.process.worker_adapters.RETRY_AFTER", 0.0)
-    assert (await alone.have("a"))[
-        0
-    ].problem  # the first load, for a frontend whose client already has the error
+    # without an id: the first load, whose client already has the error
+    assert (await alone.have("a"))[0].problem
     assert (await alone.have("a", id=id))[0].id == id
 
 

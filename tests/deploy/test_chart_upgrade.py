@@ -63,7 +63,7 @@ def test_no_request_fails_while_the_release_is_upgraded_and_rolled_back(
     tmp_path: Path, credentials: Credentials
 ) -> None:
     """First, all of pdserve is upgraded, with another number of prefill workers and other KV blocks, and then NATS and
-    etcd. At last, everything is rolled back at once."""
+    etcd. Finally, everything is rolled back at once."""
     tmp_path.chmod(0o755)  # pods read the builds there
     (cache := tmp_path / "cache").mkdir()
     cache.chmod(0o777)  # vLLM's cache: without it, each pod would inspect the model again

@@ -676,10 +676,7 @@ async def test_requests_that_would_kill_vllm_do_not_reach_it(pair: Engines) -> N
     ("schema", "refused"),
     [
         ({"type": "object", "patternProperties": {"([": {}}}, "cannot be compiled by the engine (xgrammar)"),
-        (
-            {"$ref": "#"},
-            "allows no further token (xgrammar)",
-        ),  # this schema compiles, but no finite text follows it
+        ({"$ref": "#"}, "allows no further token (xgrammar)"),  # it compiles, but no finite text follows it
     ],
 )
 async def test_a_grammar_that_no_engine_can_follow_is_refused(

@@ -227,9 +227,8 @@ def test_a_process_is_in_one_state() -> None:
     assert node(state(), "decode-0").state == "ready"
     assert node(state(), "decode-0").seconds == 1000
     assert node(state(slots=[KILLED], silent=("decode-1-d1",)), "decode-1").state == "waiting to restart"
-    assert (
-        node(state(slots=[KILLED]), "decode-1").state == "ready"
-    )  # it answers, so the supervisor's record is old
+    # decode-1 answers, so the supervisor's record is old
+    assert node(state(slots=[KILLED]), "decode-1").state == "ready"
     for silent in (state(silent=("decode-1-d1",)), state(instances=WITHOUT_1)):
         shown = node(silent, "decode-1")  # the supervisor's record still says that it is ready
         assert (shown.state, shown.why, shown.seconds) == ("does not answer", "", None)
