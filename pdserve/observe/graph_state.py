@@ -75,7 +75,7 @@ class GraphState(Struct, frozen=True):
     """The newest first: `MAX_REPORTED_RECEIPTS`, then up to `MAX_DETOURS` older ones with a fallback or
     migration."""
     outages: dict[str, list[Outage]]
-    """By who reports them: an instance's id, or a name that `pdserve status` gives, such as `the supervisor`."""
+    """By their reporter: an instance's id, or a name that `pdserve status` gives, such as `the supervisor`."""
     gone: list[LostProcess]
     """Processes whose lease ended without a drain, the newest loss first."""
 

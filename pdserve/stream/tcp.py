@@ -243,8 +243,7 @@ class TcpStreamServer(Lifetime):
         logger.info("frontend %s connected", name)
 
     def _log_refused(self, connection: FramedConnection) -> None:
-        """Log a connection that is not of a frontend. Only the first of an address is a warning, the others are debug
-        lines: the address may scan ports."""
+        """Log a connection that is not of a frontend. Only an address's first is a warning: it may scan ports."""
         count = self._refused[connection.host] = self._refused.get(connection.host, 0) + 1
         logger.log(
             logging.DEBUG if count > 1 else logging.WARNING,

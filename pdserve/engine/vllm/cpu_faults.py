@@ -1,5 +1,5 @@
 """Works around faults of vLLM 0.32, most of them on the CPU. Check each when vLLM is upgraded (`tools/vllm_diff.py`
-shows whether the code around it changed). By November 2026, nobody had reported any of them to vLLM.
+shows whether the code around it changed). By November 2026, none of them had been reported to vLLM.
 
 The list has each function, the fault that it works around, and when the function is no longer needed ("goes").
 
