@@ -31,6 +31,7 @@ _LIBRARY = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,18 +40,23 @@ _LIBRARY = r"""
 #include <time.h>
 #include <unistd.h>
 static volatile long long *stood;
-__attribute__((constructor)) static void start(void) {
+static void begin(void) {  /* a forked process continues its parent's clock */
     char path[4096];
+    long long before = stood ? *stood : 0;
     const char *folder = getenv("PDSERVE_STOPPED_CLOCKS");
     if (!folder) return;
     snprintf(path, sizeof path, "%s/%d", folder, getpid());
     int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (file < 0) return;
-    if (!ftruncate(file, sizeof *stood)) {
+    if (pwrite(file, &before, sizeof before, 0) == sizeof before) {
         void *at = mmap(0, sizeof *stood, PROT_READ, MAP_SHARED, file, 0);
         if (at != MAP_FAILED) stood = at;
     }
     close(file);
+}
+__attribute__((constructor)) static void start(void) {
+    begin();
+    pthread_atfork(0, 0, begin);
 }
 static struct timespec moved(clockid_t clock, const struct timespec *when, int sign) {
     int steady = clock == CLOCK_MONOTONIC || clock == CLOCK_MONOTONIC_RAW || clock == CLOCK_MONOTONIC_COARSE;
