@@ -14,7 +14,7 @@ torch=(--index https://download.pytorch.org/whl/cpu --index-strategy unsafe-best
 [ -n "${PIP_FIND_LINKS:-}" ] && torch=(--find-links "$PIP_FIND_LINKS")
 compile pyproject.toml --extra cpu --override requirements/leave-out-cpu.txt "${torch[@]}" -o $locks/cpu.txt
 sed -i 's/^intel-[a-z-]*==[0-9.]*$/& ; platform_machine == "x86_64"/' $locks/cpu.txt # torch's, which aarch64 has not
-# Frontends beside simulated engines: the same without what only engines import.
+# Frontends of simulated engines: the same without what only engines import.
 left_out=$(grep -v '^#' requirements/leave-out-simulated.txt | paste -sd '|')
 grep -vE "^($left_out)==" $locks/cpu.txt > $locks/simulated.txt
 

@@ -212,7 +212,7 @@ class SectionReader:
             text = "is set by pdserve, which moves KV blocks with its own NIXL connector over UCX: remove it."
             self._findings.problem(entry, text)
         elif extra := sorted(map(str, config.keys() - {"kv_connector", "kv_role"})):
-            text = f"sets {', '.join(extra)}, which pdserve sets itself (role, lease, recompute): remove it."
+            text = f"sets {', '.join(extra)}, but only kv_connector and kv_role may be set: remove it."
             self._findings.problem(entry, text)
         else:
             text = f": {connector} means pdserve's own NIXL connector, with the roles of this graph."

@@ -15,9 +15,9 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._holders: dict[tuple[int, int], dict[bytes, tuple[str, ...]]] = {}
-        """by block size and stride, then by name: the workers with that prefix"""
+        """by block size and stride (blocks per name), then by name: the workers with that prefix"""
         self._reported: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
-        """by worker: block size and stride, and the names in its reports"""
+        """by worker: block size and stride, and the names that it reported or that `expect` added"""
         self._expected: dict[str, dict[bytes, None]] = {}
         """by worker: names of prefixes of prompts that this process sent to it, and that it has not reported since,
         oldest first; the names are in `_reported`, too"""

@@ -31,8 +31,8 @@ _LOSSES = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemet
 
 @asynccontextmanager
 async def exporting(endpoint: str, service: str, instance: str) -> AsyncIterator[Tracer]:
-    """See `Tracer.exporting`. The SDK's thread is abandoned after `END_WITHIN`: it would wait for 30 s, and its request
-    to the collector cannot be cancelled."""
+    """See `exporting` of `pdserve.observe.tracing.Tracer`. The SDK's thread is abandoned after `END_WITHIN`: it would
+    wait for 30 s, and its request to the collector cannot be cancelled."""
     session = requests.Session()
     session.trust_env = not is_loopback(
         urlsplit(endpoint).hostname or ""

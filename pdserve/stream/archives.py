@@ -26,15 +26,15 @@ _WEIGHTS = {
 _MAX_FILE = 100 << 20
 """Largest archived file in bytes. The largest tokenizers have about 40 MB."""
 MAX_ARCHIVE = 1 << 30
-"""Largest unpacked size in bytes."""
+"""Largest size of an archive in bytes, both packed and unpacked."""
 PART = 1 << 20
-"""Most bytes of an archive in a message."""
+"""Each message has at most this many bytes of an archive."""
 TOO_LARGE = "the model archive is too large to hold only tokenizer and configuration"
 
 
 def pack_model(folder: Path) -> bytes:
     """Return the archive, whose bytes depend only on the files. It contains the folder's files and those one level down
-    (chat templates), but no hidden folders, which contain copies."""
+    (chat templates), but no hidden folders such as .git, which may hold copies of the files."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped,

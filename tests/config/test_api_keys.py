@@ -74,7 +74,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
         (f'alice: {{key: "\\ud800{LONG}"}}', ":1: alice.key must be a text of ASCII characters"),
         (f"alice: {{key: {LONG}\xfc}}", ":1: alice.key must be a text of ASCII characters"),
         (f"{LONG}\xfc", ":1: the key must be of ASCII characters"),
-        (f"alice: {{key: !!timestamp {LONG}}}", ":1: alice.key has no plain value"),
+        (f"alice: {{key: !!timestamp {LONG}}}", ":1: alice.key has no valid value"),
         ("alice: " + "[" * 1000, " is nested too deeply"),
         (f"al ice: {{key: {LONG}}}", ":1: al ice is no name for an API key"),
         (f"alice: {{key: {LONG}}}\nalice: {{key: {OTHER}}}", ":2: alice was already set in line 1"),
@@ -83,7 +83,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
         (f"al/ice={LONG}", ":1: the text before the = is no name"),
         (f"- {LONG}", ":1: the file is not a mapping"),
         (f"alice: {{key: *{LONG}}}", ":1: this is not YAML"),
-        (f"alice:\n  key: !{LONG} x", ":2: alice.key has no plain value"),
+        (f"alice:\n  key: !{LONG} x", ":2: alice.key has no valid value"),
     ],
 )
 def test_problems_of_a_file_are_reported_and_show_no_key(file: Path, text: str, problem: str) -> None:

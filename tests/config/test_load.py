@@ -383,13 +383,13 @@ MISTAKES: Mistakes = [
             "speculative-config: {method: eagle3, model: a/b}": "speculative-config makes the draft model",
             "kv-transfer-config: {kv_connector: Lmcache}": "kv-transfer-config is set by pdserve, which",
             "kv-transfer-config: {kv_connector: NixlConnector, kv_load_failure_policy: fail}": (
-                "kv-transfer-config sets kv_load_failure_policy, which pdserve sets itself"
+                "kv-transfer-config sets kv_load_failure_policy, but only kv_connector and"
             ),
             "kv-transfer-config: {kv_connector: NixlConnector, b: 1, 2: x}": (
                 "kv-transfer-config has a key that is not a word"
             ),
-            "enable-lora: true": "enable-lora makes enable-lora True in VllmWorker but vLLM's default in",
-            "lora-target-modules: [q_proj]": "lora-target-modules makes lora-target-modules ['q_proj'] in",
+            "enable-lora: true": "enable-lora is True, but vLLM's default in PrefillWorker;",
+            "lora-target-modules: [q_proj]": "lora-target-modules is ['q_proj'], but",
             "enable-moe-shared-loras: true": "enable-moe-shared-loras makes enable-moe-shared-loras True",
             "lora-modules: [a=/a]": "lora-modules needs enable-lora: true beside it, for all workers.",
             "port: 9000": "port belongs in Frontend",
@@ -426,9 +426,9 @@ MISTAKES: Mistakes = [
         prefill,
         "10: PrefillWorker.",
         {
-            "block-size: 64": "block-size makes block-size 32 in VllmWorker but 64 in PrefillWorker;",
-            "dtype: float32": "dtype makes dtype auto in VllmWorker but float32 in PrefillWorker; KV",
-            "model: gpt2": "model makes model demo in VllmWorker but gpt2 in PrefillWorker; the KV of one",
+            "block-size: 64": "block-size is 64, but 32 in VllmWorker;",
+            "dtype: float32": "dtype is float32, but auto in VllmWorker; KV",
+            "model: gpt2": "model is gpt2, but demo in VllmWorker; the KV of one",
             "max-logprobs: 5": "max-logprobs is 5, but 20 in VllmWorker: set the same value in both, or",
         },
     ),
@@ -474,9 +474,9 @@ CHANGES = [
     ("VllmWorker:", "VLLMWorker:", ":6: VLLMWorker is not a section: did you mean VllmWorker?"),
     ("remote-prefill", "remote-prefil", ":7: VllmWorker.remote-prefil is neither a key of VllmWorker nor"),
     ("32", "true", ":3: Common.block-size is True, but must be a whole number."),
-    ("32", "2024-13-45", ":3: Common.block-size has no plain value (month must be in 1..12)"),
-    ("32", "032", ":3: Common.block-size has no plain value (032 begins with 0: write a number without it)"),
-    ("32", "!!python/object:os.system 1", ":3: Common.block-size has no plain value (could not determine"),
+    ("32", "2024-13-45", ":3: Common.block-size has no valid value (month must be in 1..12)"),
+    ("32", "032", ":3: Common.block-size has no valid value (032 begins with 0)"),
+    ("32", "!!python/object:os.system 1", ":3: Common.block-size has no valid value (could not determine"),
     ("prefill: true", "prefill: 'yes'", ":7: VllmWorker.remote-prefill is 'yes', but must be true or false."),
     ("common-configs: [model, ", "common-configs: [", ":6: VllmWorker has no model: set it in Common"),
     ("demo", "'what is this'", ":2: Common.model is 'what is this', but must be demo, a model folder or a"),
@@ -529,7 +529,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int)
 
 def test_a_number_that_begins_with_0_is_reported_once(tmp_path: Path) -> None:
     (told,) = problems(tmp_path, f"{GOOD}Graph: {{kv-port: 05600}}\n")
-    assert told.endswith("(05600 begins with 0: write a number without it): put quotes round a word.")
+    assert told.endswith("(05600 begins with 0): correct it, or quote it if it is text.")
 
 
 def test_dates_do_not_depend_on_imported_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

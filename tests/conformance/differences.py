@@ -16,7 +16,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "`/version`": ("body",),
     "`/health`, `/ping`": ("body", "headers.content-type"),
     "`/openapi.json`": ("body",),
-    "what is no HTTP": ("headers.content-type", "body"),
+    "invalid HTTP, or an unknown method": ("headers.content-type", "body"),
     "`n` x prompts": ("body.error.message", "body.error.param"),
     "lists and objects of a body": ("body.error.message", "body.error.param"),
     "an adapter that does not fit the model": ("body.error.message",),

@@ -56,7 +56,7 @@ def test_processes_that_stop_soon_do_not_count() -> None:
     assert threads_of(PROMPT, 3, 4, 1) == 4
 
 
-def test_streams_and_short_prompts_keep_the_threads_of_the_plan() -> None:
+def test_decoding_and_short_prompts_use_the_threads_of_the_plan() -> None:
     assert threads_of({"a": MIN_TOKENS, "stream": 1}, 1) == 1
     assert threads_of({"a": MIN_TOKENS - 1}, 1) == 1
     assert threads_of({}, 1) == 1

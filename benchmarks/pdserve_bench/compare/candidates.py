@@ -50,7 +50,7 @@ class Hardware:
     """How many of `slots` a prefill worker takes."""
     decode_width: int = 1
     slots: int = 0
-    """Units that a split divides: GPUs; if workers share a CPU or are simulated, workers."""
+    """What a split divides: GPUs, or workers if they share a CPU or are simulated."""
 
     def __str__(self) -> str:
         noun = {"gpu": "GPU", "cpu": "CPU thread", "sim": "simulated worker"}[self.kind]
@@ -112,8 +112,8 @@ def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
 
 
 def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
-    """Return up to two splits of the GPUs: in one, a decode worker has twice the ranks of a prefill worker, in the
-    other half of them. A split has the fewest ranks that the plan accepts
+    """Return up to two splits of the GPUs: in one, a decode worker has twice the ranks of a prefill worker; in the
+    other, it has half as many. A split has the fewest ranks that the plan accepts
     (docs/decisions/0076-different-tensor-parallel-sizes.md), as many workers as fit, and about half of the GPUs for
     each role. A split with the file's own sizes is left out."""
     workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
@@ -182,7 +182,7 @@ class CandidateMaker:
             splits(self.here, self.here.slots),
             key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
         )
-        found = [self._split(Shape(*split, tensor=self._narrower)) for split in order]
+        found = [self._split(Shape(*split, tensor=self._tensor_sizes)) for split in order]
         on_gpus = self.here.kind is HardwareKind.GPU
         other = unequal(self.config, self.machine, self.here.units) if on_gpus else []
         found[1:1] = map(self._split, other)
@@ -201,8 +201,8 @@ class CandidateMaker:
         return max(1, self.here.slots // self.here.decode_width)
 
     @property
-    def _narrower(self) -> tuple[int, int]:
-        """Tensor-parallel sizes of prefill and decode workers, if the file has no prefill workers; 0: the file's."""
+    def _tensor_sizes(self) -> tuple[int, int]:
+        """Tensor-parallel sizes (prefill, decode) on GPUs if the file has no prefill workers; else 0: its own."""
         halved = self.here.kind is HardwareKind.GPU and self.config.prefill is None
         return (self.here.prefill_width, self.here.decode_width) if halved else (0, 0)
 
@@ -219,7 +219,7 @@ class CandidateMaker:
 
     def _engines(self, batch: int) -> Candidate:
         count = self._room
-        shape = Shape(0, count, batch, (0, self._narrower[1] if count > 1 else 0))
+        shape = Shape(0, count, batch, (0, self._tensor_sizes[1] if count > 1 else 0))
         engines = counted(count, "engine")
         return self._graph(f"aggregated: {engines}{self._each(count)}{_batch(batch)}", shape, engines)
 
@@ -263,7 +263,8 @@ class CandidateMaker:
         return f" x {counted(max(1, self.here.units // count), noun)}"
 
     def _batches(self) -> list[int]:
-        """Return batch sizes, the file's own first. vLLM requires that they are at least max-num-seqs."""
+        """Return batch sizes, the file's own first. Sizes below the sum of the workers' max-num-seqs
+        are left out, because vLLM refuses a size below max-num-seqs."""
         args = self.config.decode.engine_args if self.config.decode else {}
         workers = [worker for worker in (self.config.decode, self.config.prefill) if worker is not None]
         most = sum(int(str(each.engine_args.get("max-num-seqs", 256))) * each.count for each in workers)

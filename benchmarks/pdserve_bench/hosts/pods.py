@@ -160,7 +160,7 @@ class Pod:
             target, volume = mount["mountPath"], volumes[mount["name"]]
             target = _ELSEWHERE.get(target, target)
             if target == "/tmp":
-                continue  # each host has its own /tmp, with this machine's folders in it
+                continue  # `network.py` gives each host its own /tmp, with the folders that all hosts share
             lines.append(f"mkdir -p {target}")
             if "emptyDir" in volume:
                 lines.append(f"mount -t tmpfs -o mode=1777 tmpfs {target}")

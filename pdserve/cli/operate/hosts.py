@@ -20,7 +20,8 @@ CONNECT_TIMEOUT = 3.0
 MEASURE_TIMEOUT = 30.0
 """Seconds for the measurement of a host, most of them for imports."""
 MAX_MEASURED = 8
-"""Most hosts from which a read of KV is measured, one after the other, because the reads share this host's network."""
+"""A read of KV is measured from at most this many hosts, one after the other because the reads share this host's
+network."""
 
 
 class Finding(NamedTuple):

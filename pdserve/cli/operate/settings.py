@@ -25,7 +25,8 @@ def change_settings(
 ) -> int:
     """Change settings of a running graph at once, without a restart. They are stored in etcd and win over the file
     until they are unset, also after a restart. If `serve` runs its own etcd, serving another file drops them.
-    A threshold without a policy selects policy: threshold. Without arguments, show the settings.
+    Setting max-local-prefill-length or max-prefill-queue-size, but no policy, selects policy: threshold. Without
+    arguments, show the settings.
 
     examples:
       pdserve set                                   show all settings

@@ -23,7 +23,7 @@ Gpu = Annotated[
 def install(
     gpu: Gpu = None,
     simulated: Annotated[
-        bool, typer.Option("--simulated", help="only what frontends need beside simulated engines")
+        bool, typer.Option("--simulated", help="only what frontends of simulated engines need")
     ] = False,
 ) -> int:
     """Install the engine, vLLM with its dependencies in the versions that this pdserve needs, into an environment of

@@ -34,7 +34,7 @@ def plan(
     examples:
       pdserve plan -f graph.yaml
       pdserve plan -f graph.yaml --gpus 4xA10      on a machine that you do not have
-      pdserve plan --explain                       how its layers' KV is kept and moved, and by which ranks
+      pdserve plan --explain                       how the model's KV is kept and moved, and by which ranks
       pdserve plan --json | jq .workers
     """
     from dataclasses import replace

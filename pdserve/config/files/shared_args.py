@@ -73,11 +73,12 @@ def compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -
     for name, why in _MUST_BE_EQUAL.items():
         ours, theirs = effective(decode, name), effective(prefill, name)
         if ours != theirs:
-            text = (
-                f"makes {name} {shown(ours)} in VllmWorker but {shown(theirs)} in PrefillWorker; {why}: "
-                "set it once in Common and list it in the common-configs of both."
-            )
-            findings.problem(prefill.get(name) or decode[name], text)
+            if entry := prefill.get(name):
+                said = f"is {shown(theirs)}, but {shown(ours)} in VllmWorker"
+            else:
+                entry, said = decode[name], f"is {shown(ours)}, but {shown(theirs)} in PrefillWorker"
+            text = f"{said}; {why}: set it once in Common and list it in the common-configs of both."
+            findings.problem(entry, text)
     ours, theirs = (draft_model(values_of(args)) for args in (decode, prefill))
     if ours != theirs:
         entry = next(

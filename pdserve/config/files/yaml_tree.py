@@ -172,7 +172,7 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
     def number(self, node: yaml.ScalarNode) -> int:
         if re.match(r"[-+]?0[\d_]", node.value):
-            raise ValueError(f"{node.value} begins with 0: write a number without it")
+            raise ValueError(f"{node.value} begins with 0")
         return int(self.construct_yaml_int(node))
 
     yaml_constructors: ClassVar = yaml.constructor.SafeConstructor.yaml_constructors | {
@@ -217,7 +217,9 @@ class _Reader:
                 node.value
             ):  # else a key inside is reported already
                 said = getattr(error, "problem", None) or error
-                self._findings.problem(entry, f"has no plain value ({said}): put quotes round a word.")
+                self._findings.problem(
+                    entry, f"has no valid value ({said}): correct it, or quote it if it is text."
+                )
             return None
 
     def _find_duplicates(self, path: str, node: yaml.MappingNode) -> None:

@@ -1,4 +1,4 @@
-"""Computes a lone prompt on the CPU with the cores that are idle, too.
+"""On a CPU, computes prompts with the idle cores, too, while the engine decodes no sequence.
 
 The plan divides the cores among the engines of a graph (`plan/slots.py`), because engines that each use all cores slow
 each other down. While there is only one request, only one engine has work, and the cores of the others would stay idle.
@@ -30,14 +30,14 @@ def running_threads() -> int:
 
 
 def use_idle_cores(runner: Any, running: Callable[[], int] = running_threads) -> None:
-    """Have `runner`, vLLM's class of model runners, use the idle cores, too, for steps with prompts and no stream."""
+    """Have `runner`, vLLM's class of model runners, use the idle cores, too, for steps of prompts only."""
     most, usual = int(os.environ.get(VARIABLE, "0")), torch.get_num_threads()
     if most <= usual:
         return
     execute = runner.execute_model
 
     def execute_model(self: Any, step: Any, *args: Any, **named: Any) -> Any:
-        threads = most + 1 - fewest(running) if is_lone_prompt(step) else 0
+        threads = most + 1 - fewest(running) if has_only_prompts(step) else 0
         with _threads(threads, usual) if threads > usual else nullcontext():
             return execute(self, step, *args, **named)
 
@@ -55,8 +55,9 @@ def fewest(running: Callable[[], int]) -> int:
     return found
 
 
-def is_lone_prompt(step: Any) -> bool:
-    """Whether a step (vLLM's `SchedulerOutput`) has enough prompt tokens and no stream, which would have one token."""
+def has_only_prompts(step: Any) -> bool:
+    """Whether a step (vLLM's `SchedulerOutput`) has enough tokens, all of prompts. A decoding sequence has one
+    token."""
     tokens: Collection[int] = step.num_scheduled_tokens.values()
     return sum(tokens) >= MIN_TOKENS and min(tokens) > 1
 

@@ -78,8 +78,8 @@ class AdmissionRate:
         self._tokens = max(0.0, self._tokens + tokens)
 
     def seconds(self, tokens: float, now: float, run: float = 0.0) -> float | None:
-        """Expected seconds until `tokens` more tokens are admitted. None while the rate is unknown. In a burst, that
-        is until the first requests end, after about `run` seconds."""
+        """Expected seconds until `tokens` more tokens are admitted. None while the rate is unknown. In a burst, it
+        remains unknown until the first requests end, after about `run` seconds."""
         self._go_on(now)
         if not tokens:
             return 0.0
@@ -111,7 +111,7 @@ def seconds_of_turns(turns: int, running: int, run: float) -> float | None:
 
 
 def retry_after(late: float, late_now: float | None) -> float:
-    """Seconds until a refused request should be retried. `late`: the seconds by which it would be too late, or the
-    wait of the whole queue, by the admission rate of the last half minute. `late_now`: the same by the rate at which
-    running requests end."""
+    """Seconds until a refused request should be retried: the smaller of two estimates. Both tell by how many seconds
+    the request would start too late, or, if it is refused for another reason, how long the whole queue waits. `late`
+    uses the admission rate of the last half minute, `late_now` the rate at which running requests end."""
     return late if late_now is None else max(1.0, min(late, late_now))

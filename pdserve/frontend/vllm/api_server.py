@@ -127,10 +127,10 @@ def in_our_time(output: EngineCoreOutput, offset: float) -> None:
         event.timestamp += offset
 
 
-def count_prefix_hit(stats: PrefillStats, elsewhere: int, block_size: int) -> None:
+def count_prefix_hit(stats: PrefillStats, remote_hit: int, block_size: int) -> None:
     """Set `cached_tokens` of the usage to the larger of two prefix hits: the decode worker's and the prefill worker's
-    (`elsewhere`). Tokens that a prefill worker computed for this request count as written into a cache."""
-    stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, elsewhere), stats.num_prompt_tokens)
+    (`remote_hit`). Tokens that a prefill worker computed for this request count as written into a cache."""
+    stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, remote_hit), stats.num_prompt_tokens)
     if stats.num_external_cached_tokens and block_size:
         whole = stats.num_prompt_tokens // block_size * block_size
         stats.num_cache_creation_tokens = max(0, whole - stats.num_cached_tokens)

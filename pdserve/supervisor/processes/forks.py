@@ -24,11 +24,12 @@ FRONTEND_MODULES = (
     "vllm.entrypoints.serve.lora.api_router",
     "vllm.v1.engine.async_llm",
 )
-"""What roles import of vLLM, without the parts of pdserve that have state of their process."""
+"""Modules that the fork server imports once for all roles: vLLM, but no part of pdserve with per-process state."""
 FORK_WITHIN = 10.0
 """Seconds for the fork server to fork a role; meanwhile the supervisor does nothing else."""
 _MARGIN = 16_384
-"""Spare bytes for a role's arguments, and as many for its environment."""
+"""Spare bytes in the arguments and in the environment of the fork server, because a forked role overwrites both with
+its own."""
 
 
 class ForkServer:

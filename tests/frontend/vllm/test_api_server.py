@@ -56,14 +56,14 @@ def test_remote_core_has_all_members_that_may_not_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "external", "elsewhere", "cached", "written"),
+    ("local", "external", "remote_hit", "cached", "written"),
     [(0, 417, 0, 0, 416), (32, 385, 0, 32, 384), (0, 417, 64, 64, 352), (32, 0, 0, 32, 7), (0, 0, 0, 0, 7)],
 )
-def test_transferred_tokens_are_no_prefix_hit(
-    local: int, external: int, elsewhere: int, cached: int, written: int
+def test_the_larger_prefix_hit_counts_as_cached(
+    local: int, external: int, remote_hit: int, cached: int, written: int
 ) -> None:
     stats = PrefillStats(417, 0, local + external, local, external, 7)
-    api_server.count_prefix_hit(stats, elsewhere, 32)
+    api_server.count_prefix_hit(stats, remote_hit, 32)
     assert (stats.num_cached_tokens, stats.num_cache_creation_tokens) == (cached, written)
 
 
