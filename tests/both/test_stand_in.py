@@ -160,10 +160,10 @@ async def test_a_stand_in_keeps_the_card_of_decode_workers_that_are_gone(graph: 
     await holds(lambda: card_in(graph.registry) == encode_record(newer))
 
 
-async def test_a_stand_in_drops_its_card_if_decode_workers_have_other_weights_until_the_cards_writer_returns(
+async def test_a_stand_in_drops_its_card_while_all_decode_workers_have_other_weights(
     graph: WorkerGraph,
 ) -> None:
-    """The writer lost its lease only for a moment."""
+    """The decode worker with the same weights loses its lease and then returns."""
     await start(graph)
     await until(lambda: card_in(graph.registry) is not None)
     other, instance = await graph.registry_of_another(), graph.decode._presence.instance

@@ -21,7 +21,7 @@ def _loaded(file: Path, folder: Path, dtype: str = "") -> tuple[Sections, Path]:
     return sections, written
 
 
-def test_a_derived_file_has_two_of_each_role_and_its_own_servers(tmp_path: Path) -> None:
+def test_a_derived_file_has_two_of_each_role_and_its_own_ports(tmp_path: Path) -> None:
     config = load(_loaded(ROOT / "configs/local.yaml", tmp_path, dtype="float32")[1], {})
     assert config.frontend is not None
     assert config.decode is not None

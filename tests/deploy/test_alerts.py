@@ -108,7 +108,7 @@ async def test_failures_that_come_again(tmp_path: Path) -> None:
 
 
 def test_an_etcd_whose_database_grows(tmp_path: Path) -> None:
-    """Keys are written until the alert of a full etcd fires."""
+    """A key is overwritten, which grows the database, until the alert of a full etcd fires."""
     port, peers = free_port("127.0.0.1"), free_port("127.0.0.1")
     url, etcdctl = f"http://127.0.0.1:{port}", etcd_binary().with_name("etcdctl")
     options = {

@@ -265,7 +265,7 @@ async def two_engines(
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def nothing_left(pair: Engines) -> AsyncIterator[None]:
-    """After each test, wait until all blocks of both engines are free, which also empties the caches."""
+    """After each test, wait until all blocks of both engines are free. The check also empties the prefix caches."""
     yield
     if not pair.decode.killed:
         await pair.all_free()
@@ -510,7 +510,7 @@ async def test_kv_is_read_while_the_rest_of_the_prompt_is_computed(pair: Engines
     whole = await pair.decode.generate("at-once", prompt, await pair.prefill.prefill("p-at-once", prompt))
     assert ahead == whole
     assert read == pair.decode.bytes - before - read, "each block is read once"
-    assert unexpected_notifications() == unexpected, "the prefill engine ignores notifications of pieces"
+    assert unexpected_notifications() == unexpected, "vLLM gets no unmatched notifications"
     await pair.all_free()
     assert await pair.decode.generate("here", prompt) == ahead
 
@@ -595,7 +595,7 @@ async def test_cancel_frees_both_sides_at_every_phase(pair: Engines) -> None:
     )
 
 
-async def test_kv_that_is_read_rejected_or_released_is_freed_and_reported_once(pair: Engines) -> None:
+async def test_kv_that_is_read_or_rejected_is_freed_and_reported_once(pair: Engines) -> None:
     prompt = prompt_of(300, seed=9)
 
     async def freed(handle: KvHandle) -> None:

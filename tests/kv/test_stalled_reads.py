@@ -32,9 +32,10 @@ def test_a_finished_read_is_forgotten() -> None:
     assert watch.update({"a": 0}, 6.0) == ["a"]
 
 
-def test_reads_that_stall_together_pause_the_next_handshake_once() -> None:
-    """In vLLM, each stalled read doubles the pause. Six of them stopped remote prefill for 16 s; meanwhile, the KV of
-    new requests was neither read nor rejected."""
+def test_reads_that_stall_together_count_as_one_failure() -> None:
+    """After a first failure, the next handshake follows without a pause. In vLLM, each stalled read is a failure, which
+    doubles the pause: six of them stopped remote prefill for 16 s; meanwhile, the KV of new requests was neither read
+    nor rejected."""
     provide_nixl()
     from pdserve.kv.connector import ConnectorWorker, TransferStats
 

@@ -108,7 +108,7 @@ async def test_a_role_waits_for_etcd(tmp_path: Path, nats_url: str, namespace: s
             assert "Traceback" not in terminal.text
 
 
-async def test_ctrl_c_lets_a_decode_worker_finish_and_a_second_one_of_its_index_is_refused(
+async def test_ctrl_c_lets_requests_finish_and_a_second_worker_of_an_index_is_refused(
     alone: Alone,
 ) -> None:
     role = Role.DECODE

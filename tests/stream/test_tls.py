@@ -86,7 +86,7 @@ async def test_plain_and_tls_ends_refuse_each_other(
         assert not server._frontends
 
 
-# connections that do not finish the handshake
+# unfinished handshakes, damaged bytes, and the end of TLS
 
 
 @pytest.mark.usefixtures("quick_beats")

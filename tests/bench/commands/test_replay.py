@@ -29,7 +29,7 @@ def trace_file(folder: Path, *requests: tuple[float | None, int, int]) -> Path:
     return file
 
 
-def test_requests_keep_their_times_at_any_speed(tmp_path: Path) -> None:
+def test_speed_divides_the_times_of_requests(tmp_path: Path) -> None:
     trace = read_trace(trace_file(tmp_path, (5000, 20, 2), (4000, 10, 1), (9000, 30, 3)))
     arrivals = trace.replayed(2.0, 60.0, seed=1)
     assert [due for due, _ in arrivals] == [0.0, 0.5, 2.5]

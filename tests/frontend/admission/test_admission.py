@@ -393,8 +393,8 @@ def test_a_client_gets_slots_until_no_other_has_more_than_twice_as_many(
 
 
 def test_a_preempted_slot_goes_to_the_client_for_which_it_was_preempted() -> None:
-    """`small` runs its share already (17 slots, 14 clients). The paused sequence is ahead in the queue, and could
-    otherwise get the slot back again and again."""
+    """`small` has its fair share already (17 slots, 14 clients). Without this rule, the paused sequence of `greedy`
+    would be next in the queue and could get the slot back again and again."""
     model = Model(17, pauses=True)
     model.streams("greedy", 4)
     for client in ("small", *"abcdefghijkl"):

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-FATAL = {"type": "integer", "maximum": -(2**63)}
+CRASHING_SCHEMA = {"type": "integer", "maximum": -(2**63)}
+"""Would crash the process in llguidance; refused (`refusals.fatal_grammar`)."""
 REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a completion": ("/v1/completions", completion()),
     "several prompts and outputs": ("/v1/completions", completion(prompt=["a", "b"], n=2, temperature=0.5)),
@@ -46,7 +47,7 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "tokens": ("/tokenize", {"model": "demo", "prompt": "hello"}),
     "a wrong type": ("/v1/completions", completion(temperature="warm")),
     "a wrong value": ("/v1/completions", completion(temperature=-1)),
-    "a wrong grammar": ("/v1/completions", completion(structured_outputs={"json": FATAL})),
+    "a refused grammar": ("/v1/completions", completion(structured_outputs={"json": CRASHING_SCHEMA})),
     "too long": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "a " * 9000}])),
 }  # fmt: skip
 
@@ -126,7 +127,7 @@ TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
         ({"n": 64, "vllm_xargs": {"a": "x" * 1_000_000}}, "bytes; they may have 33554432"),
     ],
 )
-async def test_what_each_output_of_a_request_repeats_is_bounded(
+async def test_the_data_that_each_output_repeats_is_bounded(
     graph: Graph, asked: dict[str, Any], why: str
 ) -> None:
     """Each output repeats the prompt logprobs, and the parameters that are sent to a worker."""

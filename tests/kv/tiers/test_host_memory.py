@@ -44,7 +44,7 @@ def test_blocks_come_back_into_other_places() -> None:
 
 
 class Child:
-    """A scheduler's connector. Its metadata: blocks whose copies must end before vLLM reuses the blocks."""
+    """A scheduler's connector. Its metadata: newly allocated blocks, whose earlier copies must end first."""
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(_current_batch_allocated_block_ids=set())

@@ -29,7 +29,7 @@ async def _filled(etcd: str, kept: KeptKeys, namespace: str) -> dict[str, bytes]
         return {key: value for key, value in (await registry.read("")).items() if key != "file"}
 
 
-async def test_changes_are_kept_but_not_the_loss_of_all_keys(tmp_path: Path) -> None:
+async def test_the_file_follows_changes_but_not_the_loss_of_all_keys(tmp_path: Path) -> None:
     with state.locked(tmp_path) as folder:
         async with MemoryRegistry(MemoryServer()) as registry, TaskOwner() as tasks:
             await registry.put("file", b"graph.yaml", leased=False)
