@@ -16,7 +16,7 @@ from pdserve.runtime.tasks import forever, isolate_errors
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.processes.alone import SOCKETS_VARIABLE, make_sockets_folder
 from pdserve.supervisor.processes.child import Child, Exit
-from pdserve.supervisor.processes.exits import Fork, Guardian
+from pdserve.supervisor.processes.exits import Guardian
 from pdserve.supervisor.processes.readiness import RegisteredInstances
 from pdserve.supervisor.processes.restarts import (
     LOADING_PATIENCE,
@@ -45,7 +45,6 @@ class SupervisedRole(SupervisedProcess):
     """Roles of which a process has been ready; all processes share this set."""
     on_line: Callable[[str], None]
     drains_within: float
-    fork: Fork | None = None
     instance: Instance | None = None
     _instance_id: str = ""
     _sockets: str = ""
@@ -82,7 +81,6 @@ class SupervisedRole(SupervisedProcess):
             wave=self.wave,
             # When the supervisor dies, the guardian stops the role in its wave; without one, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
-            fork=self.fork,
         )
 
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
@@ -112,22 +110,15 @@ class RoleSupervisor:
         guardian: Guardian,
         policy: RestartPolicy,
         patience: float,
-        fork: Fork | None = None,
     ) -> None:
-        """`patience`: seconds for a role to drain and end. `fork`, if given, is tried first to start a role."""
+        """`patience`: seconds for a role to drain and end."""
         ready_roles: set[Role] = set()
         self._instances = instances
         self._patience = patience
         self._loops = [
             RestartLoop(
                 SupervisedRole(
-                    spec,
-                    instances,
-                    guardian,
-                    ready_roles,
-                    partial(output.line, spec.name),
-                    patience,
-                    fork,
+                    spec, instances, guardian, ready_roles, partial(output.line, spec.name), patience
                 ),
                 policy,
                 self._on_change,

@@ -13,7 +13,7 @@ from pdserve.config.schema import Config
 from pdserve.contract.records import Instance, Role
 from pdserve.plan.graph import process_spec, to_environment
 from pdserve.plan.plan import Plan
-from pdserve.plan.slots import Slot, start_commands, worker_config
+from pdserve.plan.slots import Slot, start_commands
 from pdserve.process.signals import STOPPERS, Stops
 from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
@@ -24,7 +24,6 @@ from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.preflight import hold_ports
 from pdserve.supervisor.processes.alone import SOCKETS_VARIABLE, allow_many_files
 from pdserve.supervisor.processes.exits import Guardian, adopt_orphans
-from pdserve.supervisor.processes.forks import FRONTEND_MODULES, WORKER_MODULES, ForkServer
 from pdserve.supervisor.processes.guardian import start_time
 from pdserve.supervisor.processes.readiness import RegisteredInstances, until_frontends_ready
 from pdserve.supervisor.processes.restarts import CannotStart, RestartPolicy
@@ -84,9 +83,6 @@ async def _serve(
         tasks = await stack.enter_async_context(TaskOwner())
         tasks.forever(guardian.keep_running, "guardian")
         tasks.forever(folder.keep_restored, "state directory")
-        forks = _fork_server(config, slots, output, guardian)
-        if forks:
-            stack.push_async_callback(forks.close)
         credentials = _credentials(config, folder)
         kept = KeptKeys(folder, config, credentials)
         servers = embedded_servers(config, folder, guardian, policy, credentials, kept)
@@ -98,11 +94,7 @@ async def _serve(
         if config.etcd is None:
             tasks.forever(partial(kept.follow, registered.registry), "kept keys")
         specs = [process_spec(slot, config.path, _environment(slot, config, graph)) for slot in slots]
-        roles = RoleSupervisor(
-            specs, registered, output, guardian, policy, patience, forks.fork if forks else None
-        )
-        if forks:
-            await forks.ready()
+        roles = RoleSupervisor(specs, registered, output, guardian, policy, patience)
         _on_stop_signals(roles.stop)
 
         def show_ready(instances: Sequence[Instance], seconds: float) -> None:
@@ -112,23 +104,6 @@ async def _serve(
 
         frontends = config.frontend.processes if config.frontend else 0
         await roles.run(until_frontends_ready(graph.url, frontends), show_ready)
-
-
-def _fork_server(
-    config: Config, slots: Sequence[Slot], output: ProcessOutput, guardian: Guardian
-) -> ForkServer | None:
-    """The fork server; None if fewer than two processes import vLLM, or if one uses a GPU (never tried)."""
-    frontends = [slot for slot in slots if slot.role is Role.FRONTEND]
-    workers = [
-        slot for slot in slots if slot not in frontends and worker_config(config, slot).engine == "vllm"
-    ]
-    if len(frontends) + len(workers) < 2 or any(slot.gpus for slot in slots):
-        return None
-    modules = [*(WORKER_MODULES if workers else ()), *(FRONTEND_MODULES if frontends else ())]
-    # libraries read their numbers of threads at import; these are the same for all workers
-    env = {**(workers[0].env if workers else {}), **_common_environment(), KEYS_VARIABLE: ""}
-    room = len(str(to_environment(config, slots[0]))) + len(os.environ.get(KEYS_VARIABLE, ""))
-    return ForkServer(modules, env, room, partial(output.line, "fork-server"), guardian)
 
 
 def _credentials(config: Config, folder: state.StateFolder) -> Credentials | None:
@@ -175,19 +150,13 @@ def _record(
 def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[str, str]:
     return {
         **to_environment(graph.serving(config), slot),
-        **_common_environment(),
-        SOCKETS_VARIABLE: str(config.state_dir),  # each process gets a folder of its own there
-        **({} if slot.role is Role.FRONTEND else {KEYS_VARIABLE: ""}),  # workers get no API keys
-    }
-
-
-def _common_environment() -> dict[str, str]:
-    return {
         # The supervisor reads JSON records, and shows them in the format that the user wants.
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        SOCKETS_VARIABLE: str(config.state_dir),  # each process gets a folder of its own there
         "PYTHONUNBUFFERED": "1",
+        **({} if slot.role is Role.FRONTEND else {KEYS_VARIABLE: ""}),  # not for workers
     }
 
 

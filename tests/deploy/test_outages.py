@@ -134,8 +134,7 @@ def send_to(running: StartedGraph, name: str, number: int) -> None:
 
 def _is(command: Sequence[str], name: str) -> bool:
     role, _, index = name.partition("-")
-    words = " ".join(command).split()  # a forked role's command line is padded
-    return role in words and index in words[-1:] if index else name in Path(words[0]).name
+    return role in command and index in command[-1:] if index else name in Path(command[0]).name
 
 
 @pytest.mark.timeout(600)

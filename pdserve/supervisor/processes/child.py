@@ -20,7 +20,7 @@ from itertools import takewhile
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
 from pdserve.process.signals import ENGINE_KILLED
-from pdserve.supervisor.processes.exits import Fork, Guardian, end_group, wait_for_exit
+from pdserve.supervisor.processes.exits import Guardian, end_group, wait_for_exit
 from pdserve.supervisor.processes.guardian import RUN_VARIABLE, members, shared_memory
 from pdserve.util.tied_child import tied_command
 
@@ -99,33 +99,28 @@ class Child:
         wave: int = 0,
         parent_death: signal.Signals | None = signal.SIGKILL,
         outlives: bool = False,
-        pass_fds: Sequence[int] = (),
-        fork: Fork | None = None,
     ) -> None:
         """Start the child; raises OSError. Call it in a running loop and in the main thread, because the kernel sends
         the signal `parent_death` when the thread that started the child ends.
 
         `output` gets each line of stdout and stderr, without its end. `env` is added to this process's environment. The
         guardian stops the child in its `wave` when the supervisor was killed. A child that `outlives` the supervisor
-        inherits the reading end of its own pipe, because a broken pipe ends programs written in Go. `fork`, if
-        given, is tried first to start the child."""
+        inherits the reading end of its own pipe, because a broken pipe ends programs written in Go."""
         self.name = name
         self._guardian = guardian
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._memory: set[str] = set()
         mark = {RUN_VARIABLE: f"{guardian.run} {wave}"} if guardian else {}
-        env = {**os.environ, **(env or {}), **mark}
         out, into = os.pipe()
         try:
-            forked = fork(command, env, into, parent_death or 0) if fork else None
-            self._process = forked or subprocess.Popen(
+            self._process = subprocess.Popen(
                 tied_command(command, parent_death) if parent_death else command,
-                env=env,
+                env={**os.environ, **(env or {}), **mark},
                 stdin=subprocess.DEVNULL,
                 stdout=into,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                pass_fds=(out,) if outlives else pass_fds,
+                pass_fds=(out,) if outlives else (),
             )
         except BaseException:
             os.close(out)

@@ -6,10 +6,9 @@ import contextlib
 import ctypes
 import logging
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Self
 
 import psutil
@@ -35,42 +34,7 @@ def process_tree(pid: int) -> set[int]:
     return set()
 
 
-class ForkedProcess:
-    """A child that another process forked, with those methods of `subprocess.Popen` that `Child` uses."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self) -> int:
-        return self._reap(0) or 0
-
-    def terminate(self) -> None:
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def _reap(self, options: int) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, options)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-
-Fork = Callable[[Sequence[str], Mapping[str, str], int, int], ForkedProcess | None]
-"""Starts a command with an environment, a descriptor for its output and a signal for its parent's death. Returns None
-if it cannot."""
-
-
-async def wait_for_exit(process: "subprocess.Popen[bytes] | ForkedProcess") -> int:
+async def wait_for_exit(process: "subprocess.Popen[bytes]") -> int:
     """Wait for a child to exit; return its exit code, negative for a signal. Uses a pidfd, which needs no child watcher
     or thread of the event loop."""
     if process.poll() is None:
