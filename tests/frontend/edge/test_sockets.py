@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from ssl import SSLContext
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.frontend.edge import connections
 from pdserve.frontend.edge.certificate_reload import RenewedCertificate
@@ -275,6 +276,29 @@ async def test_a_slow_body_does_not_count_as_a_slow_head(graph: Graph) -> None:
         writer.close()
 
 
+@asynccontextmanager
+async def shutting_down(
+    app: ASGIApp, certificate: ServerCertificate | None
+) -> AsyncIterator[tuple[tuple[str, int], SSLContext | None, Callable[[], Awaitable[None]]]]:
+    """Serve the app. Yields the address, a client's TLS context, and a function that begins the shutdown and waits
+    until the server has stopped listening. On leaving, the server must end within 5 s."""
+    connections = ClientConnections(30.0, 30.0)
+    with bind("127.0.0.1", 0) as sock:
+        renewed, tls = (
+            (RenewedCertificate(certificate), trusting(certificate)) if certificate else (None, None)
+        )
+        http = QuietServer(http_config(app, connections, 5.0), connections, renewed)
+        serving = asyncio.create_task(http.serve(sockets=[sock]))
+        await until(lambda: http.started)
+
+        async def shut_down() -> None:
+            connections.draining = http.should_exit = True
+            await until(lambda: sock.fileno() < 0)
+
+        yield sock.getsockname(), tls, shut_down
+        await asyncio.wait_for(serving, 5)
+
+
 @in_session
 async def test_open_connections_are_answered_during_shutdown(either: ServerCertificate | None) -> None:
     """One connection is not accepted yet, one is idle, one has a running request."""
@@ -292,19 +316,12 @@ async def test_open_connections_are_answered_during_shutdown(either: ServerCerti
         writer.close()
         return answer
 
-    connections = ClientConnections(30.0, 30.0)
-    with bind("127.0.0.1", 0) as sock:
-        renewed, tls = (RenewedCertificate(either), trusting(either)) if either else (None, None)
-        http = QuietServer(http_config(app, connections, 5.0), connections, renewed)
-        serving = asyncio.create_task(http.serve(sockets=[sock]))
-        await until(lambda: http.started)
-        address = sock.getsockname()
+    async with shutting_down(app, either) as (address, tls, shut_down):
         at_work = asyncio.create_task(get(*await asyncio.open_connection(*address, ssl=tls)))
         await working.wait()
         idle = await asyncio.open_connection(*address, ssl=tls)
         fresh = socket.create_connection(address)
-        connections.draining = http.should_exit = True
-        await until(lambda: sock.fileno() < 0)
+        await shut_down()
         late = await asyncio.open_connection(
             sock=fresh, ssl=tls, server_hostname="localhost" if tls else None
         )
@@ -315,7 +332,6 @@ async def test_open_connections_are_answered_during_shutdown(either: ServerCerti
         for answer in await asyncio.gather(at_work, *asking):
             assert answer.startswith(b"HTTP/1.1 200")
             assert answer.endswith(b"ok")
-        await asyncio.wait_for(serving, 5)
 
 
 @in_session
@@ -336,24 +352,17 @@ async def test_a_kept_connection_is_answered_once_more_after_the_response_of_the
         head = await reader.readuntil(b"\r\n\r\n")
         return head, await reader.readexactly(2)
 
-    connections = ClientConnections(30.0, 30.0)
-    with bind("127.0.0.1", 0) as sock:
-        renewed, tls = (RenewedCertificate(either), trusting(either)) if either else (None, None)
-        http = QuietServer(http_config(app, connections, 5.0), connections, renewed)
-        serving = asyncio.create_task(http.serve(sockets=[sock]))
-        await until(lambda: http.started)
-        reader, writer = await asyncio.open_connection(*sock.getsockname(), ssl=tls)
+    async with shutting_down(app, either) as (address, tls, shut_down):
+        reader, writer = await asyncio.open_connection(*address, ssl=tls)
         first = asyncio.create_task(answer())
         await started.wait()
-        connections.draining = http.should_exit = True
-        await until(lambda: sock.fileno() < 0)
+        await shut_down()
         release.set()
         head, body = await first
         assert (b"connection: close" in head, body) == (False, b"ok")
         head, body = await answer()
         assert (b"connection: close" in head, body) == (True, b"ok")
         assert await reader.read() == b""
-        await asyncio.wait_for(serving, 5)
         writer.close()
 
 
