@@ -58,7 +58,8 @@ class PrefixIndex:
             return
         names = [*islice(prompt.of(block_size), stride - 1, None, stride)]
         for name in reversed(names):  # as in a cache, the end of a prompt is older than its beginning
-            if expected.pop(name, name) is None or name not in reported:
+            if name in expected or name not in reported:
+                expected.pop(name, None)
                 expected[name] = None
         self._add(worker, names)
         old = [*islice(expected, max(0, len(expected) - min(MAX_REPORTED, kv_blocks // stride)))]
