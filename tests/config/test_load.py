@@ -390,7 +390,7 @@ MISTAKES: Mistakes = [
             ),
             "enable-lora: true": "enable-lora is True, but vLLM's default in PrefillWorker;",
             "lora-target-modules: [q_proj]": "lora-target-modules is ['q_proj'], but",
-            "enable-moe-shared-loras: true": "enable-moe-shared-loras makes enable-moe-shared-loras True",
+            "enable-moe-shared-loras: true": "enable-moe-shared-loras is True, but False in PrefillWorker; both",
             "lora-modules: [a=/a]": "lora-modules needs enable-lora: true beside it, for all workers.",
             "port: 9000": "port belongs in Frontend",
             "host: 0.0.0.0": "host belongs in Frontend",
