@@ -44,8 +44,7 @@ from pdserve.util.net import url_host
 logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 300.0
-"""Most seconds to wait for the models before serving, if other frontends serve meanwhile. Importing vLLM may take
-a minute on a busy machine."""
+"""Maximum of seconds to wait for the models before serving, if other frontends serve meanwhile."""
 SHUTDOWN_WITHIN = 3600.0
 """Seconds for a TLS shutdown; long, because `ClientConnections.watch` aborts blocked connections."""
 OTHER_FILES = 256
@@ -169,8 +168,8 @@ class Frontend(Service):
     ) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
-            # each connection has its own name, because a second one of the same name replaces the first in a worker,
-            # and there are two while a model's card changes
+            # each connection has its own name, because a worker closes an older one of the same name; two exist
+            # while a model's card changes
             connect=lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}", credentials),
             state_dir=config.state_dir,
             router=frontend.router,
@@ -199,8 +198,7 @@ class QuietServer(uvicorn.Server):
     """A uvicorn server that leaves signals alone and accepts connections itself.
 
     uvicorn would raise a signal again at the end, and the exit code would not be 0. uvloop accepts one connection per
-    turn of its loop: in long turns, requests would wait in the kernel, neither admitted nor refused. The limit
-    of connections includes those in their TLS handshake.
+    turn of its loop, so requests would wait in the kernel, neither admitted nor refused.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Clients' connections: limits what a client may send before it is authenticated, and ends idle and blocked
 connections.
 
-uvicorn waits for ever for a request's head, of any length, and for a client that does not read its response. A head
-that does not come occupies a socket and memory. An unread response also occupies an engine's slot, because its tokens
-are generated into buffers that are never emptied.
+uvicorn waits for ever for a request's head, and for a client that does not read its response. Such a client would
+occupy a socket, memory and an engine's slot.
 """
 
 import asyncio
@@ -31,28 +30,27 @@ _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
 _uvicorn.setLevel(logging.ERROR)  # it warns of each invalid request, so any client could fill the log
 
 LINGER = 0.5
-"""Seconds after which a draining server closes an idle connection (a request may be on its way), a refused connection
-is closed (its client reads the error), and a closed connection is aborted."""
+"""Seconds before a connection is closed or aborted: a request may be on its way, or an error not yet read."""
 FIRST_REQUEST_WITHIN = 3.0
-"""Seconds after which a draining server closes a connection that never had a request: its client has just connected."""
+"""Seconds after which a draining server closes a connection on which no request has come."""
 SWEEP = 1.0
-"""Most seconds between two checks of all connections."""
+"""Seconds between two checks of all connections, at most."""
 UNREAD = "pdserve.unread"
 """ASGI scope extension: function that is told whether the client has stopped reading."""
 CHUNKS = "pdserve.chunks"
 """ASGI scope extension: `ChunkWriter` that writes parts of a body without `send`."""
 UNSENT = 16 << 10
-"""Unsent bytes of a response that the kernel buffers; few, so that an unread response is soon noticed."""
+"""Maximum of unsent bytes in the kernel. It is small, so that an unread response is soon noticed."""
 BUFFERED = 64 << 10
-"""Bytes buffered in this process above which a TLS response waits; without TLS, uvloop has this limit."""
+"""High-water mark of a TLS connection's write buffer, in bytes. For plain TCP, it is uvloop's default."""
 MAX_HEAD = 64 << 10
-"""Most bytes of a request's head."""
+"""Maximum of bytes in a request's head."""
 MAX_FIELDS = 128
-"""Most header fields of a request."""
+"""Maximum of header fields in a request."""
 MAX_PIPELINED = 16
-"""Most requests that wait for responses to earlier ones on their connection."""
+"""Maximum of requests on a connection that wait for earlier responses."""
 RESET_WITHIN = 0.02
-"""Seconds after which the TCP reset of a nearby client has arrived; `watch` finds later ones."""
+"""Seconds to wait for the TCP reset of a nearby client. `watch` finds later resets."""
 _TCP_CLOSE = 7
 _TOO_LARGE = (431, f"the request's head is larger than {MAX_HEAD} bytes")
 _BYTES_ACKED = slice(120, 128)
@@ -88,7 +86,7 @@ class ClientConnection(HttpToolsProtocol):
         self._closing_since = 0.0
         """monotonic time of the first check that found it closing; else 0"""
         self._last = False
-        """whether it closes after its current request, or after the next one if it is idle"""
+        """whether it is drained: it closes after the current or next request"""
         self._half_closed = False
         """whether the client has closed its sending side"""
 
@@ -105,8 +103,8 @@ class ClientConnection(HttpToolsProtocol):
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Drain. uvicorn would close an idle connection at once, and a busy one after its response, and so reset a
-        request that the client is just sending. A response that has not begun will say `connection: close`."""
+        """Drain. An idle connection is closed later, because closing at once would reset a request that the client is
+        just sending."""
         self._last = True
         if self._idle():
             self.loop.call_later(LINGER if self.cycle else FIRST_REQUEST_WITHIN, self._close_if_idle)
@@ -125,8 +123,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to respond before closing: the client may have closed only its sending side. A client that
-        closed the whole connection looks the same until bytes are sent. So this sends an interim response: HTTP/1.1
-        clients skip it, and a closed socket replies with a reset. Over TLS, uvloop does not support this."""
+        closed the whole connection looks the same until bytes are sent. So this sends an interim response, to which a
+        closed socket replies with a reset. Over TLS, uvloop does not support this."""
         begun = next((cycle for cycle in self._cycles if not cycle.response_complete), None)
         if begun is None or begun.response_started or self.cycle.more_body:
             return False
@@ -160,7 +158,7 @@ class ClientConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
             return
-        # `data` is a head, or the rest of a refused request's body
+        # the next head begins, or the rest of a refused request's body comes
         if self._head_since is None and self._idle():
             self._head_since = time.monotonic()
         self._moved = False
@@ -241,7 +239,7 @@ class ClientConnection(HttpToolsProtocol):
         raise ValueError(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse invalid data. Earlier requests are answered; a request whose body has invalid data ends."""
+        """Refuse invalid data. Invalid data in a body ends the connection; else earlier requests are still answered."""
         self._refused = True
         CONNECTIONS_CLOSED.labels("refused").inc()
         if self._idle():
@@ -304,9 +302,8 @@ class ClientConnection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _bytes_taken(self) -> tuple[int, bool]:
-        """Return the bytes that the client's kernel has acknowledged (at most a buffer more than the client has read;
-        -1 if none wait) and whether more wait. With TLS, uvloop's lower buffer is invisible, but fills only while the
-        kernel has unsent bytes."""
+        """Return the bytes that the client's kernel has acknowledged (-1 if none wait to be sent), and whether any
+        wait. With TLS, a part of uvloop's buffer is invisible, but is empty unless the kernel has unsent bytes."""
         waiting = self.transport.get_write_buffer_size() > 0
         if not waiting and self.scheme == "http":
             return -1, False

@@ -14,8 +14,8 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind with SO_REUSEPORT, so that the kernel spreads connections over the frontends. Do not listen yet, because a
-    frontend must get no connection while it loads. Raises ConfigError with the name of another program on the port,
-    because that program would get a part of the requests."""
+    frontend must get no connection while it loads. Raises ConfigError if another program listens on the port: it would
+    get a part of the requests."""
     if others := _other_listeners(port):
         raise ConfigError([f"Frontend.port: {port} is in use by {others}. Stop it or choose another port."])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
