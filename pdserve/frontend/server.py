@@ -168,7 +168,7 @@ class Frontend(Service):
     ) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
-            # each connection has its own name, because a worker closes an older one of the same name; two exist
+            # each connection has its own name, because a worker closes an earlier one of the same name; two exist
             # while a model's card changes
             connect=lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}", credentials),
             state_dir=config.state_dir,

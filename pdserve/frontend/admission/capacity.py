@@ -15,11 +15,10 @@ from pdserve.contract.records import Instance
 DEFAULT_MAX_REQUESTS = 256
 """Slots of a worker that does not publish `max_num_seqs`."""
 EXTRA = 4
-"""A worker gets one more request for each of its requests in remote prefill, because those need no slot yet. The
-bound is one per `EXTRA` slots, but never below one."""
+"""A worker gets one extra request for each of its requests in remote prefill, which need no slot yet: at most one for
+this many slots."""
 KV_FULL = 0.9
-"""While less than this share of the KV cache is in use, one more request is tried although the requests' tokens exceed
-this frontend's part of the cache."""
+"""A worker whose KV cache is this full gets no request beyond this frontend's part of the cache."""
 
 
 class InFlight(Protocol):
@@ -33,7 +32,7 @@ class InFlight(Protocol):
 
     @property
     def tokens(self) -> float:
-        """KV tokens that the requests will need, prompts and outputs; a shared prefix counts for each"""
+        """KV tokens that the requests will need, prompts and outputs; a shared prefix counts in each"""
 
     @property
     def starting(self) -> bool:
@@ -59,8 +58,7 @@ def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacit
     more if the worker's last report shows that the others leave slots unused.
 
     Prompts with common prefixes need less of the KV cache than the sum of their tokens. So when that sum reaches this
-    frontend's part of the cache, one more request at a time is tried, if each earlier one has a token and the worker
-    has free space."""
+    frontend's part of the cache, one more request at a time is tried while the cache is not `KV_FULL`."""
     if worker.draining:
         return Capacity()
     places = worker.max_num_seqs or DEFAULT_MAX_REQUESTS

@@ -6,9 +6,8 @@ The engine core requests the further ones when the prompt is tokenized. `FairQue
 is expected to miss its deadline is refused. A full queue refuses its last request that is not admitted.
 Reasons: docs/decisions/0006-overload.md.
 
-A permit may be taken back (preemption): a sequence pauses for a client that runs less than half as many sequences as
-its own client (`is_short`). If its client does not read, it pauses for any waiting request. For a flex request, only
-flex sequences pause. docs/decisions/0046-places-of-others.md.
+A running sequence may be paused for a client that runs less than half as many sequences as its own (`is_short`). A
+sequence whose client does not read may be paused for any client. docs/decisions/0046-places-of-others.md.
 
 Flex requests have a queue of their own. They start only while no other request waits, and pause for any that does.
 docs/decisions/0083-batches.md.
@@ -38,7 +37,7 @@ from pdserve.frontend.admission.wait_estimate import (
 from pdserve.util.errors import BadRequest, Overloaded
 
 GROUP = 8
-"""A request gets finish tags for at most this many sequences at once. Its next ones queue behind its client's other
+"""A request gets finish tags for at most this many sequences at once. Further ones queue behind its client's other
 requests."""
 
 
@@ -150,7 +149,7 @@ class AdmissionControl:
     def advance(self) -> None:
         """Grant permits while the workers have capacity or `_make_way` preempts a sequence."""
         self._update_rate()
-        # a sequence was paused for this entry, and may be ahead of it in the queue
+        # the entry that gets the slot of a paused sequence, which may be ahead of it in the queue
         made_for: Admission | None = None
         while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
@@ -200,8 +199,7 @@ class AdmissionControl:
 
     def yield_slots(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
         """Pause up to `count` sequences of a worker, because requests wait in its engine. `there`: the worker's
-        sequences, and whether each has a slot in the engine. If any is flex, only flex ones may pause. If any of these
-        has a slot, only those with a slot may. A client's only sequence may not, unless it is unread or flex."""
+        sequences, and whether each has a slot in the engine."""
         permits = [permit for permit in there if permit.admission.is_flex] or list(there)
         permits = [permit for permit in permits if there[permit]] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
@@ -212,8 +210,8 @@ class AdmissionControl:
         return len(self._granted) + capacity.free_requests
 
     def _may_start(self, admission: Admission, places: int) -> bool:
-        """Whether the request's next sequence may start. A flex one may not while other requests wait. One that cannot
-        pause must leave room for others (`leaves_room`). A client's only one need not, unless it is flex."""
+        """Whether the request's next sequence may start. One that cannot pause must leave room for others, unless it
+        is its client's only one."""
         if admission.is_flex and self.queue:
             return False
         can_pause = not admission.requested or admission.requested[0].can_pause
@@ -302,8 +300,7 @@ class AdmissionControl:
     # limits
 
     def _check_inside(self, *, is_flex: bool = False) -> None:
-        """Raise Overloaded if too many requests are admitted, including those that need no worker or whose output is
-        not read. Flex requests count only against flex requests."""
+        """Raise Overloaded if too many requests are admitted. Flex requests count only if this one is flex, too."""
         most = self._capacity().max_requests + self.limits.max_waiting
         if len(self._inside) >= most and sum(is_flex or not each.is_flex for each in self._inside) >= most:
             raise Overloaded(f"too many requests are running ({len(self._inside):,})")

@@ -4,8 +4,8 @@ Each sequence has a finish tag: its tokens plus the larger of its client's previ
 virtual time is the highest tag of a sequence that has started. The lowest tag is served next. So a client with one
 request goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
-In addition, a client that runs its share of the slots gets no further sequence while clients that run less than theirs
-wait, because sequences may last much longer than estimated. A single client may use every slot, until `first_short`
+In addition, clients that run less than their share of the slots go first, because sequences may last much longer than
+estimated. A single client may use every slot, until `first_short`
 finds another client's request, which gets one of them by preemption.
 """
 

@@ -150,13 +150,12 @@ class GrantedPermits:
 
     @property
     def any_yielding(self) -> bool:
-        """Whether any sequence is flex or unread: such a sequence may pause for a client that is not short, too."""
+        """Whether any sequence is flex or unread. Such a sequence may pause even for a client that is not short."""
         return any(permit.admission.unread or permit.admission.is_flex for permit in self._permits)
 
     def leaves_room(self, places: int, *, is_flex: bool) -> bool:
         """Whether one more sequence that cannot pause leaves one slot in `KEPT` to sequences that can. A flex one must
-        leave those slots empty, so that other requests find slots at once. All flex ones that cannot pause get at most
-        that many slots together."""
+        leave those slots empty, so that other requests find slots at once."""
         kept = max(places > 1, places // KEPT)
         if is_flex:
             return len(self) < places - kept and self._fixed[True] < max(kept, 1)

@@ -9,8 +9,7 @@ _REQUESTS = 32
 _SECONDS = 30.0
 """time constant of the admission rate's mean"""
 _ENOUGH = 1.0
-"""The rate is known after this many seconds with waiting requests. If requests last longer, it takes as long as one
-lasts, at most half of `_SECONDS`."""
+"""Minimum of seconds with waiting requests before the rate is known."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,7 @@ class AdmissionRate:
 
 def seconds_too_late(wait: float, left: float, run: float, max_wait: float) -> float:
     """By how many seconds a start in `wait` seconds is too late for a request that has `left` seconds and runs for
-    `run`; 0 if in time. Only half of the spare time, and at most `max_wait`, may be spent waiting, because all these
-    numbers are guesses, and a request that misses its deadline costs as much as one that keeps it. A `wait` of 0 is
-    always in time."""
+    `run`; 0 if in time. Only half of the spare time may be spent waiting, because all these numbers are guesses."""
     return max(0.0, wait - max(0.0, min(max_wait, (left - run) / 2)))
 
 
@@ -111,7 +108,6 @@ def seconds_of_turns(turns: int, running: int, run: float) -> float | None:
 
 
 def retry_after(late: float, late_now: float | None) -> float:
-    """Seconds until a refused request should be retried: the smaller of two estimates. Both tell by how many seconds
-    the request would start too late, or, if it is refused for another reason, how long the whole queue waits. `late`
-    uses the admission rate of the last half minute, `late_now` the rate at which running requests end."""
+    """Seconds until a refused request should be retried: the smaller of two estimates. `late` uses the
+    admission rate of the last half minute, `late_now` the rate at which running requests end."""
     return late if late_now is None else max(1.0, min(late, late_now))

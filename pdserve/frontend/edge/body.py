@@ -25,19 +25,19 @@ from pdserve.frontend.edge.response import HttpError, ResponseWriter, error_resp
 from pdserve.util.errors import BadRequest, Overloaded, PdserveError
 
 MAX_BODY = 32 << 20
-"""Most bytes of a body; prompts of a million tokens fit."""
+"""Maximum of bytes in a body. A prompt of a million tokens fits."""
 MAX_HELD = 256 << 20
-"""Most bytes of the bodies of all running requests."""
+"""Maximum of bytes in the bodies of all running requests."""
 PACE = 1000.0
-"""Least average bytes per second of a body, not counting its first `GRACE` seconds."""
+"""Minimum of bytes per second of a body, on average, after `GRACE` seconds."""
 GRACE = 30.0
 MAX_DISCARDED = 2 * MAX_BODY
-"""Most bytes to read of a refused request's body."""
+"""Maximum of bytes to read of a refused request's body."""
 DISCARD_WITHIN = 10.0
-"""Most seconds to read a refused request's body."""
+"""Maximum of seconds to read a refused request's body."""
 _BYTES_PER_TOKEN = 4
 IMAGE_TOKENS = 1024
-"""Assumed tokens of an image; models make 64 to about 4,000 of one, by its size."""
+"""Assumed tokens of an image. A model makes 64 to about 4,000, depending on its size."""
 _BOUNDS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
@@ -47,13 +47,13 @@ _BOUNDS = {
 _SEVERAL = {"/generative_scoring": ("items", str | list)}
 """By route: field with several prompts, and a prompt's type. Other routes: `prompt` or `messages`."""
 MAX_PARTS = 10_000
-"""Most lists and objects in a body: vLLM's app takes 10 to 100 microseconds for each."""
+"""Maximum of lists and objects in a body: vLLM's app takes 10 to 100 microseconds for each."""
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """A JSON string. An unclosed one matches to the body's end, so that the search does not start again at its quotes."""
 LARGE = 64 << 10
 """Bytes of a body that takes vLLM's app about 10 ms."""
 MANY = 100
-"""Number of JSON objects in a body that takes vLLM's app as long."""
+"""JSON objects of a body that takes vLLM's app about 10 ms."""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _LARGEST = 1 << 40
 """Larger numbers of a body are cut to this, so that computing with them cannot overflow."""
@@ -85,9 +85,8 @@ class ParsedBody:
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
-    """Return the most bytes of a body for a model with this context length: 4 MiB and 64 a token, enough for \\u
-    escapes, lists of token ids and several prompts; 256 KiB and 32 a token if the text is only tokenized. At most
-    `MAX_BODY`; exactly that while the context length is unknown (0), as without a worker."""
+    """Return how many bytes a body may have for a model with this context length (0: unknown). 64 bytes a token are
+    enough for \\u escapes, lists of token ids and several prompts."""
     if not max_model_len:
         return MAX_BODY
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
@@ -98,16 +97,16 @@ class Budget:
     """Memory that the requests of all clients share, in bytes or pixels. A client's part is at most as large as what
     stays free, so that another client always gets some."""
 
-    def __init__(self, bound: int, used_for: str) -> None:
-        """`used_for`: text of a refusal; `{}` becomes the amount in use."""
-        self._bound, self._used_for = bound, used_for
+    def __init__(self, bound: int, refusal: str) -> None:
+        """`refusal`: error text, in which `{}` becomes the amount in use."""
+        self._bound, self._refusal = bound, refusal
         self.used = 0
         self.of_client: Counter[str] = Counter()
 
     def take(self, client: str, amount: int) -> None:
         """If it raises Overloaded, it has taken nothing."""
         if self.of_client[client] + amount > self._bound - self.used - amount:
-            raise Overloaded(self._used_for.format(self.used))
+            raise Overloaded(self._refusal.format(self.used))
         self.give_back(client, -amount)
 
     def give_back(self, client: str, amount: int) -> None:
@@ -183,9 +182,9 @@ async def discard_rest(request: Request) -> None:
 
 
 async def refuse(request: Request, response: ResponseWriter, error: PdserveError) -> None:
-    """Respond with this error and read the rest of the body; if the response has begun, only end it."""
+    """Respond with this error and read the rest of the body. If a response has begun, only end it."""
     failure = RequestFailure(error.status, str(error))
-    if response.status:  # the answer has begun, or was given at the deadline
+    if response.status:
         await response.fail(failure)
         return
     response.refusal = failure
@@ -226,7 +225,7 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
 
 def check_parts(raw: bytes) -> None:
     """Raise BadRequest for a body with too many lists and objects, before parsing it."""
-    # a body with \0 is in UTF-16, unfit for `_TEXT`
+    # `_TEXT` is for UTF-8; a body with \0 has another encoding
     if raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw:
         raw = _TEXT.sub(b"", raw)
     if (parts := raw.count(b"{") + raw.count(b"[")) > MAX_PARTS:

@@ -39,8 +39,8 @@ class RenewedCertificate:
         logger.info("TLS with %s, valid until %s", files.chain, files.valid_until().date())
 
     async def watch(self) -> None:
-        """Check the files until cancelled. Load changed files once a check finds no further change, because chain
-        and key are written one after the other. At each check, retry files that could not be loaded."""
+        """Check the files until cancelled. Load changed files only when the next check finds no further change,
+        because chain and key are written one after the other."""
         while True:
             await asyncio.sleep(self._every)
             stamps = self._stamps()

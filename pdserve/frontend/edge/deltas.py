@@ -1,9 +1,8 @@
 """Writes most chunks of a plain stream straight to the client's connection, without vLLM's app.
 
-vLLM's app makes each chunk from pydantic models, in a generator, and passes it through starlette and uvicorn. Nearly
-all chunks of a plain stream differ only in their text. So vLLM's app makes all chunks up to the first with text, the
-last chunk, usage and errors. The others are copies of the first chunk with text, each with its own text. They are
-written in the event loop turn in which their tokens arrive (docs/decisions/0029-chunks-without-the-app.md).
+Nearly all chunks of a plain stream differ only in their text. So vLLM's app makes the chunks up to the first with text,
+the last chunk, usage and errors. The others are copies of the first chunk with text, each with its own text
+(docs/decisions/0029-chunks-without-the-app.md).
 """
 
 import re
@@ -70,17 +69,16 @@ class CycleChunks(ChunkWriter):
 
 
 class DeltaStream:
-    """The response to a plain request. For each output, vLLM's app or `write` makes the chunk. To keep chunks in order,
-    `write` must not be called before the app's chunks are written."""
+    """The response to a plain request. For each output, vLLM's app or `write` makes the chunk."""
 
     def __init__(self, connection: ChunkWriter) -> None:
         self._connection = connection
         self._frame: tuple[bytes, bytes] | None = None
         self._with_app = 0
-        """Outputs for the app whose chunks are not written yet."""
+        """Number of outputs whose chunks the app has not written yet."""
 
     def passed(self) -> None:
-        """Count an output that the app gets and makes one chunk of."""
+        """Count an output that the app will make a chunk of."""
         self._with_app += 1
 
     def sent(self, part: bytes) -> None:

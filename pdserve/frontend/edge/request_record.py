@@ -77,7 +77,7 @@ def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: 
 
 
 def promise_of(state: RequestState, code: int, now: float, *, running: bool) -> str:
-    """Return the request's `Receipt.promise`. Also empty for an invalid request, and for one whose client left before
+    """Return the request's `Receipt.promise`. It is empty for an invalid request, and for one whose client left before
     the promise was broken."""
     promised, generates = state.promised, state.path in GENERATING
     if not promised or not generates or (400 <= code < CLIENT_LEFT and code != 429):

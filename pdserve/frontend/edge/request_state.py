@@ -19,11 +19,11 @@ from pdserve.observe.tracing import TracedSpan
 from pdserve.util.errors import BadRequest
 
 MAX_HOPS = 32
-"""Most recorded hops of a request, because a request may be retried twice a second."""
+"""Maximum of recorded hops of a request, because a request may be retried twice a second."""
 MAX_WHY = 300
-"""Most characters of an error or a reason."""
+"""Maximum of characters in an error or a reason."""
 LONGEST = 1e6
-"""Most seconds of a hop's start and duration; a worker's larger values are cut to this."""
+"""Maximum of a hop's start and of its duration, in seconds. Larger values from a worker are cut to it."""
 NO_WORKER = "no decode worker is available"
 LOADING = "this frontend loads the model's tokenizer"
 PAUSED = "preempted for another client"
@@ -64,8 +64,8 @@ SHUTTING_DOWN = RequestFailure(503, "the frontend is shutting down", RETRY_AFTER
 
 
 class SequenceHops:
-    """The hops of one sequence: in the frontend, at a decode worker, in the frontend again... Call a method when the
-    sequence moves, not per token."""
+    """The hops of one sequence, in the frontend and at its decode workers. Call a method when the sequence moves, not
+    per token."""
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -172,7 +172,7 @@ class RequestState:
     first_token: float | None = None
     """monotonic, as `started`"""
     longest_gap: float = 0.0
-    """most seconds between two tokens of a sequence"""
+    """longest time in seconds between two tokens of a sequence"""
     longest_gap_end: float = 0.0
     """when that gap ended; monotonic, as `started`"""
     output_tokens: int = 0
@@ -199,7 +199,7 @@ class RequestState:
     _prompts: dict[str, int] = field(default_factory=dict)
     _cached: dict[str, int] = field(default_factory=dict)
     _placed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """by generation: `local` or `remote` prefill and the reason, of the last report that an output followed"""
+    """by generation: `local`, `remote` or `unknown` prefill, and the reason"""
     _instances: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,8 +224,7 @@ class RequestState:
         return self.hops if first else SequenceHops(self.started)
 
     def add_prompt(self, key: str, tokens: int) -> None:
-        """Count a prompt once per key. All outputs of n > 1 share a key, as do beams, whose first step has the bare
-        prompt."""
+        """Count a prompt once per key. All outputs of n > 1 share a key, and so do all beams."""
         self._prompts.setdefault(key, tokens)
 
     def sent_to(self, instance: str) -> None:

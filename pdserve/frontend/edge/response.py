@@ -40,7 +40,7 @@ _ERROR_TYPES = {
 _EVENT = b"data: "
 _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 MAX_TIMED, MAX_SAID = 16, 100
-"""Most hops in a `server-timing` header, and most characters of each description."""
+"""Maximum of hops in a `server-timing` header, and of characters in each description."""
 
 
 class HttpError(PdserveError):
@@ -58,8 +58,8 @@ REFUSALS = (HttpError, BadRequest, Overloaded)
 
 
 def error_body(path: str, error: PdserveError) -> dict[str, object]:
-    """Return the error in OpenAI's shape, like vLLM's own errors; under /v1/messages in Anthropic's. Errors of a key's
-    `limit`, which vLLM does not have, have the type and code that OpenAI and Anthropic use."""
+    """Return the error in OpenAI's shape; under /v1/messages in Anthropic's. Types and codes are vLLM's, but those of a
+    key's `limit` are OpenAI's and Anthropic's."""
     kind, limit = _ERROR_TYPES.get(error.status, "InternalServerError"), error.limit
     message = str(error).encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
     if path.startswith("/v1/messages"):
