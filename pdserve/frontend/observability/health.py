@@ -67,8 +67,8 @@ class HealthPages(Plugin):
 
 
 def known_problems(context: PluginContext) -> list[str]:
-    """List the graph's problems, without addresses and causes, which are not public. It asks no other process, because a
-    probe must not wait."""
+    """List the graph's problems, without addresses and causes, which are not public. It asks no other process, because
+    a probe must not wait."""
     view = context.view
     lost = ProcessReport(outages=[Outage("NATS", "", 0.0)])
     others = {each.id: lost if each.queue_lost else ProcessReport() for each in view.instances()}
