@@ -13,7 +13,7 @@ from pdserve.runtime.tasks import isolate_errors
 
 @dataclass(eq=False)
 class PrefillPrefixIndex:
-    """Leaves out workers of role `both`: of these, the one with the fewest streams should pull a prompt."""
+    """Leaves out workers of role `both`: among them, the one that decodes the fewest sequences should pull a prompt."""
 
     queue: PrefillQueue
     workers: PrefillWorkers
@@ -36,7 +36,7 @@ class PrefillPrefixIndex:
         return {worker.id: found[worker.id] for worker in workers if worker.id in found}
 
     def computes(self, request: DecodeRequest, worker: str) -> None:
-        """Record that a worker computes this prompt, because the worker does not always report its cache
+        """Expect this prompt's prefix in the worker's cache, which is not always reported
         (`prefill/prefix_reports.py`)."""
         found = next((each for each in self.workers.registered() if each.id == worker), None)
         if self.enabled and request.names and found is not None and found.role is Role.PREFILL:

@@ -12,11 +12,11 @@ MIN_SAVING = 0.002
 MIN_SHARE = 0.1
 """Share of a prompt's computing time that a worker with the prefix must save."""
 MIN_BEGIN = 1.0
-"""Seconds that a worker with the prefix may always take to begin a prompt: for messages, and steps of its engine."""
+"""Seconds that an idle worker with the prefix gets to begin a prompt."""
 WAIT_FACTOR = 3.0
-"""Multiple of the expected wait, added to `MIN_BEGIN`, because other decode workers send that worker prompts, too."""
+"""Multiple of the expected wait that a busy worker gets in addition: other decode workers send it prompts, too."""
 LATER_PROMPTS = 2.0
-"""Prompts delayed for each prompt that arrives while this one is computed, because a delayed prompt delays others."""
+"""Each prompt that arrives while another is computed counts as this many delayed prompts: it delays others in turn."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,26 @@ class Estimates:
     """Wait for prompts that this engine computes first."""
     local_compute: float
     streams: int
-    """Running streams of this engine."""
+    """Sequences that this engine decodes."""
     remote_wait: float
     remote_compute: float
     handover: float
     """From the prefill worker's answer to the next token: KV transfer and a step of this engine."""
     local_stall: float
-    """Seconds that each stream loses by a local prefill."""
+    """Seconds that each of these sequences loses by a local prefill."""
     rate: float = 0.0
     """Prompts that arrive per second."""
     remote_stall: float = 0.0
-    """Seconds that each stream loses by a remote prefill: some if both engines share a core, else 0."""
+    """Seconds that each of these sequences loses by a remote prefill. Above 0 if both engines share cores."""
     slo_misses: tuple[float, float] | None = None
-    """SLO misses to expect from a local and from a remote prefill; None without an SLO."""
+    """Expected SLO misses of a local and of a remote prefill; None without an SLO."""
     prefix: "PrefixChoice | None" = None
     """Set if a prefill worker is cheaper than the queue because of its prefix cache. Then `remote_wait` and
     `remote_compute` are this worker's."""
 
     @property
     def local_cost(self) -> float:
-        """A second of delay costs the same for this prompt, a stream and a later prompt."""
+        """A second of delay costs the same for this prompt, a decoding sequence and a later prompt."""
         wait = self._weight(self.local_compute) * self.local_wait
         return wait + self.local_compute + self.streams * self.local_stall
 
@@ -66,9 +66,8 @@ class Estimates:
 
     @property
     def better(self) -> Literal["local", "remote"]:
-        """Remote if it is expected to miss clearly fewer SLOs (`MIN_MISS_DIFFERENCE`); else the cheaper way. A local
-        prefill that avoids one miss may cost twice the remote one
-        (docs/decisions/0085-what-a-promise-kept-here-may-cost.md)."""
+        """Remote if that misses fewer SLOs by more than `MIN_MISS_DIFFERENCE`; else the cheaper way. If a local prefill
+        avoids one miss, it may cost twice as much (docs/decisions/0085-what-a-promise-kept-here-may-cost.md)."""
         local, remote = self.slo_misses or (0.0, 0.0)
         if local > remote + MIN_MISS_DIFFERENCE:
             return "remote"
@@ -99,7 +98,7 @@ class PrefixChoice:
     saves: float
     """Seconds of delay, summed over this and later prompts, that this worker saves against the queue."""
     begin_within: float
-    """Seconds after which any worker may compute the prompt if this one has not begun."""
+    """Seconds in which this worker must begin the prompt. After them any worker may."""
 
     def __str__(self) -> str:
         return f"{self.worker} has {self.cached} tokens cached and saves {_ms(self.saves)} ms"
@@ -130,15 +129,15 @@ class RemoteWorker:
 
 @dataclass(frozen=True)
 class SeenLoad:
-    """The last load that is known of a prefill worker."""
+    """A prefill worker's last known load."""
 
     load: PrefillLoad
     age: float
     """Seconds since the report."""
 
     def left(self, own: int, token_seconds: float) -> tuple[float, float]:
-        """Return the tokens that the worker has yet to compute, and its seconds per token. `own`: tokens of this decode
-        worker's requests at it. If these are overdue, the worker counts as slower than it reported."""
+        """Return the tokens that the prefill worker has yet to compute, and its seconds per token. If `own` tokens, of
+        this decode worker's prompts there, are overdue, the prefill worker counts as slower than it reported."""
         left = self.load.tokens - self.age / token_seconds
         if left >= 0 or not own:
             return max(left, 0.0), token_seconds
@@ -157,14 +156,13 @@ def prefix_choice(
 ) -> PrefixChoice | None:
     """Return the worker that should compute the prompt because of its prefix cache; None if any worker may.
 
-    A queued prompt begins when the first worker is idle, and finds as much of its prefix as the workers have on
-    average. So if all workers have the prefix, the queue is best, because it needs no guess which worker is idle first.
-    Both costs leave out the wait for queued prompts: a prompt that is sent to a worker passes them, but that is no
-    reason to choose the worker.
+    A queued prompt goes to the first idle worker and finds the average prefix hit there. So if all workers have the
+    prefix, the queue is best: it needs no guess which worker is idle first. Neither cost includes the wait for queued
+    prompts, because passing them is no reason to choose a worker.
 
-    A second of computing costs more than a second of waiting, because it also delays the prompts that arrive while this
-    one is computed, or before any worker is idle. A prefix that is a small part of the prompt, as a system prompt may
-    be, does not decide: workers without it would get no prompts, and their caches would stay empty."""
+    A second of computing costs more than a second of waiting, because it also delays later prompts. A prefix that is a
+    small part of the prompt (a system prompt) does not decide: workers without it would get no prompts and never cache
+    it."""
     speed = sum(1 / each.token_seconds for each in remote)
     first, usual = min(each.wait for each in remote), _mean_compute(prompt, remote)
 
@@ -198,9 +196,9 @@ def estimate(
 ) -> Estimates:
     """`compute`: tokens of the prompt that are not in the local prefix cache; `local_ahead`: tokens that this engine
     computes first; `local_token`: its seconds per token; `queued`: tokens before this prompt that no prefill worker
-    has pulled; `remote`: the prefill workers, at least one; `step_token`: seconds that each prompt token adds to a step
-    with streams, if measured; `rate`: prompts per second; `slowdown`: share of its time that a stream loses during a
-    remote prefill."""
+    has pulled; `remote`: at least one prefill worker; `step_token`: measured seconds that each prompt token adds to a
+    step that also decodes; `rate`: prompts per second; `slowdown`: share of its time that a decoding sequence loses
+    during a remote prefill."""
     speed = sum(1 / each.token_seconds for each in remote)
     wait = (queued + sum(each.ahead for each in remote)) / speed
     remote_compute = _mean_compute(prompt, remote)

@@ -12,12 +12,11 @@ PREFIX = "prefix-cached"
 """Reason of a remote prefill at the worker that has the prompt's prefix cached."""
 
 MIN_TIMEOUT = 2.0
-"""Seconds that any remote prefill may take: for messages, scheduling and a busy machine."""
+"""Seconds of a timeout that cover messages and scheduling, however short the prompt is."""
 TIMEOUT_FACTOR = 4.0
-"""Multiple of the expected time that a remote prefill may take in addition."""
+"""Multiple of the expected time that a timeout adds to `MIN_TIMEOUT`."""
 FIRST_GUESS = 500.0
-"""Prompt tokens per second to assume before the first measured prefill. Low, because a timeout that is too short makes
-a slow machine compute the prompt twice."""
+"""Assumed prompt tokens per second before the first measurement. It is low, so that slow workers do not time out."""
 _WEIGHT = 0.2
 """Weight of the newest prefill in the means."""
 
@@ -26,7 +25,7 @@ _WEIGHT = 0.2
 class Decision:
     mode: Mode
     reason: str
-    """One word, a label of `pdserve_prefill_total`."""
+    """Label of `pdserve_prefill_total`."""
 
 
 def decide(
@@ -42,13 +41,13 @@ def decide(
     fits: bool = True,
     estimates: Estimates | None = None,
 ) -> Decision:
-    """Policy `threshold`: remote if the queue is short and the prompt, without its prefix hit, is longer than
-    `max_local_prefill_length`. Policy `adaptive`: `estimates.better`. Without `conditional_disagg`: remote.
+    """Policy `threshold` chooses remote if the queue is short and the prompt, without its prefix hit, is longer than
+    `max_local_prefill_length`. Policy `adaptive` chooses `estimates.better`. Without `conditional_disagg`, all prompts
+    are remote.
 
-    `supported` is false for a request that needs more than its prompt's KV (prompt logprobs). `migrated` is true for a
-    request whose worker was lost, perhaps because of the KV that the worker read. `fits` is false for a request that is
-    larger than the queue's largest message, or whose prompt is too long for a prefill worker.
-    """
+    `supported` is false if the request needs more than its prompt's KV (prompt logprobs). `migrated` is true after a
+    loss, because the KV that the lost worker read may have killed it. `fits` is false if the request is too large for
+    the queue, or its prompt for a prefill worker."""
     must_be_local = {
         "disabled": not settings.remote_prefill,
         "unsupported": not supported,
@@ -74,13 +73,13 @@ def decide(
 
 
 def queue_limit(settings: DecodeSection) -> int:
-    """Queue depth from which on prompts are prefilled locally; 0: no limit."""
+    """Queue depth at which prompts are prefilled locally; 0: no limit."""
     limited = settings.remote_prefill and settings.conditional_disagg and settings.policy != "adaptive"
     return settings.max_prefill_queue_size if limited else 0
 
 
 class PrefillTimeout:
-    """Timeout of a remote prefill: from the prefill workers' measured speed, the prompt and the prompts before it."""
+    """Computes a remote prefill's timeout from the prefill workers' measured speed."""
 
     def __init__(self) -> None:
         self._rate = FIRST_GUESS
@@ -88,7 +87,7 @@ class PrefillTimeout:
         """Mean tokens of a measured prefill; 0: none was measured."""
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """Record a prefill of `tokens` that took `seconds` in the prefill engine, perhaps beside other prompts."""
+        """Record a prefill of `tokens` that took `seconds` in the prefill engine."""
         if seconds <= 0:
             return
         rate = tokens / seconds

@@ -1,7 +1,7 @@
-"""Expected SLO misses of a local and of a remote prefill, and the chunk size with which streams keep their gaps. Pure.
+"""Expected SLO misses of a prefill, and the chunk size with which decoding sequences keep their gaps. Pure.
 
-Counts the prompt's own request and the running streams, each with the probability that the prefill makes it miss an SLO
-that it has kept so far."""
+The misses are a sum of probabilities: of the prompt's own request, and of each running request that has kept its SLO so
+far."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pdserve.contract.slo import GAP_VARIATION, gap_miss_probability, ttft_miss_probability
 
 MAX_STEP = 0.028
-"""Target seconds of a step with a chunk, beside streams without an SLO: less than the gaps that users often ask for."""
+"""Target seconds of a step with a chunk if no decoding sequence has an SLO."""
 MAX_STEP_FACTOR = 2
-"""The target is at least this multiple of a step without chunks, even if that is above `MAX_STEP`."""
+"""The target is at least this multiple of a step without chunks."""
 MIN_CHUNK_PART = 4
-"""Beside streams without an SLO, the chunk is at least the usual one divided by this, to bound a prompt's steps."""
+"""If no decoding sequence has an SLO, the chunk is at least the usual one divided by this."""
 
 
 def longest_step(gap: float, plain: float) -> float:
@@ -32,20 +32,20 @@ def chunk_of(step: float, plain: float, token_seconds: float, usual: int, block:
 
 
 def chunk_without_slo(plain: float, token_seconds: float, usual: int, block: int) -> int:
-    """Return the prompt tokens of a step beside streams without an SLO; at most `usual`."""
+    """Return the chunk if no decoding sequence has an SLO; at most `usual`."""
     chunk = chunk_of(max(MAX_STEP, MAX_STEP_FACTOR * plain), plain, token_seconds, usual, block)
     return min(usual, max(usual // MIN_CHUNK_PART, chunk))
 
 
 @dataclass(frozen=True)
 class SloRisk:
-    """Times are in seconds; those of an SLO are infinite without one. The gap after the first token is not at risk: the
-    frontend holds that token back until the second has come (`frontend/sequence/pacing.py`)."""
+    """Times are in seconds; those of an SLO are infinite without one. The first gap is not at risk: the frontend holds
+    the first token back until the second has come (`frontend/sequence/pacing.py`)."""
 
     left: float
     """Until the TTFT deadline of the prompt's request."""
     gap: float
-    """The request's longest gap by its SLO."""
+    """The longest gap that the request's SLO allows."""
     plain: float
     """Mean of a step without chunks."""
     step: float
