@@ -26,7 +26,7 @@ class RequestHops:
 
     @property
     def own(self) -> list[Hop]:
-        """Hops without those in prefill engines, which the prefill workers trace."""
+        """Hops that this worker traces. Prefill workers trace those in their engines."""
         remote = {worker for worker, _ in self._pulls}
         return [
             hop
@@ -42,7 +42,7 @@ class RequestHops:
         self._asked, self._published, self._why = now, now, why
 
     def missed(self, why: str) -> None:
-        """Record why the worker with the prefix did not begin the prompt, which any worker may begin now."""
+        """Record why the worker with the prefix did not begin the prompt."""
         self._why = f"{self._why}; {why}"
 
     @property

@@ -1,5 +1,5 @@
-"""Sends a decode worker's messages to its frontends, and ends requests before their last output: cancelled, failed,
-past their deadline, or lost with their frontend or the engine."""
+"""Sends a decode worker's messages to its frontends, and ends requests early: after a cancellation, a failure, the
+deadline, or the loss of their frontend or the engine."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LOAD_INTERVAL = 0.5
 """Seconds between two reports of the load; it is sent only if it changed."""
 PREEMPT_INTERVAL = 0.1
-"""Seconds between two checks whether to preempt a client's requests for other clients' that wait in the engine."""
+"""Seconds between two checks whether to pause a client's requests for other clients."""
 PREFIX_INTERVAL = 0.25
 """Seconds between two reports of the prefix cache: a conversation's next prompt comes later than this."""
 FRONTENDS = "frontends"
@@ -37,10 +37,9 @@ INTERNAL = "internal error in the decode worker"
 
 
 def choose_preemption(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
-    """Choose requests to pause: return a frontend, and how many of its requests to pause (0: none). Clients with less
-    than half of the largest client's running requests then get a slot. Flex requests are paused first, even those that
-    wait for a slot; no request is paused for a flex request. `queued`: number of requests that wait in the engine for a
-    slot. These entered it last."""
+    """Return a frontend, and how many of its requests to pause (0: none). Clients with less than half of the largest
+    client's running requests then get a slot. Flex requests are paused first, and no request is paused for them.
+    `queued`: number of requests that wait for a slot in the engine. They are those that entered it last."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
     entered = sorted((request for request in inside if not request.has_first_step), key=attrgetter("since"))
     waiting = entered[-queued:] if queued else []
@@ -85,8 +84,8 @@ class Frontends:
             await self.forget(frontend)
 
     async def send_outputs(self, frontend: str, outputs: list[Output]) -> None:
-        """Send a step's outputs in one message, or each in its own if that is too large. A request whose single output
-        is too large fails, because it would fail at every worker."""
+        """Send a step's outputs in one message, or one by one if that is too large. A request fails, without a retry,
+        if its own output is too large."""
         try:
             await self.send(frontend, Outputs(self.engine.pack(outputs)))
         except ProtocolError as error:
@@ -136,8 +135,7 @@ class Frontends:
                     await self.send(largest, WorkerLoad(get_load(), count))
 
     async def report_load(self, get_load: Callable[[], Load]) -> None:
-        """Send the load to the frontends, for ever. The load does not go through etcd, which would send each step's
-        change to every process."""
+        """Send changes of the load to the frontends, for ever."""
         reported = Load()
         while True:
             await self.requests.pause(LOAD_INTERVAL)
@@ -159,7 +157,7 @@ class Frontends:
                 await self.cancel(request)
 
     async def cancel(self, request: DecodeRequest) -> None:
-        """Cancel a request. One that is not in the engine yet is dropped by `RequestRunner`, which sees `cancelled`."""
+        """Cancel a request. If it is not in the engine yet, `RequestRunner` sees `cancelled` and drops it."""
         request.cancelled = True
         self.quarantine.leave(request)
         if request.phase is Phase.RUNNING:

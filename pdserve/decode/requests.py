@@ -49,7 +49,7 @@ class DecodeRequest:
     submit: Submit
     phase: Phase = Phase.WAITING
     cancelled: bool = False
-    """While WAITING: the request's task ends as soon as it sees this, and sends nothing."""
+    """The task of a WAITING request ends when it sees this, and sends nothing."""
     answer: asyncio.Future[Outcome] | None = None
     """Outcome of the remote prefill; None until it is asked for."""
     asked: float = 0.0
@@ -81,7 +81,7 @@ class DecodeRequest:
     decision: Decision | None = None
     """How the prompt gets its KV; None until this was reported to the frontend."""
     cached: int = 0
-    """Of a remote prefill: prompt tokens from a prefix cache, this engine's or the prefill engine's."""
+    """After a remote prefill: this engine's prefix hit, or the prefill engine's if that is longer."""
     has_first_step: bool = False
     """Whether this engine has finished its first step for the request."""
     tokens: int = 0
@@ -97,7 +97,7 @@ class DecodeRequest:
     failure: str = ""
     """Why it failed, without text of the request."""
     begins: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the prompt may be computed locally (`decode/scheduling/prefill_slots.py`), or was cancelled before."""
+    """Set when the prompt may be computed locally (`scheduling/prefill_slots.py`), or the request is cancelled."""
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the prompt is computed, or the request is dropped."""
     over: asyncio.Event = field(default_factory=asyncio.Event)

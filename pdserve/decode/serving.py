@@ -1,7 +1,7 @@
 """Runs each request at a decode worker: prefills its prompt locally or remotely, hands it to the engine, and sends its
 tokens to the frontend, in one message for each engine step and frontend.
 
-Requests that are cancelled, fail, or lose their frontend or engine are in `replies.py`."""
+`replies.py` ends requests early."""
 
 import asyncio
 import logging
@@ -172,7 +172,7 @@ class RequestRunner:
             decision = Decision("local", OWN)
         text = "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s"
         numbers = prompt, request.prefix_hit, depth, len(workers), estimates or thresholds(settings)
-        # logged once the request has been passed on, because a log line delays the first token by 0.1 ms
+        # not logged here, because a log line would delay the first token by 0.1 ms
         log = partial(logger.info, text, request.id, decision.mode, decision.reason, *numbers)
         asyncio.get_running_loop().call_soon(log)
         if decision.mode == "remote":
@@ -198,8 +198,8 @@ class RequestRunner:
                 await request.computed.wait()
 
     async def _generate(self, request: DecodeRequest, handle: KvHandle | None, after: Sequence[int]) -> None:
-        """Hand the request to the engine. If it is cancelled during the call, cancel it in the engine again after the
-        call, because the engine may not have known the request."""
+        """Hand the request to the engine. If it is cancelled during the call, cancel it again afterwards, because the
+        engine may not have known it."""
         request.phase = Phase.RUNNING
         request.since = time.monotonic()
         self.on_start()
@@ -216,8 +216,7 @@ class RequestRunner:
     # from the engine to the frontends
 
     async def read_step(self, step: Step) -> None:
-        """Send the outputs of an engine step to their frontends. Outputs of warm-ups, and of the prefill half of role
-        `both`, may be among them. A request whose output is lost is retried at another worker."""
+        """Record an engine step and send its outputs to their frontends."""
         with isolate_errors("transfers"):
             if step.transfers is not None:
                 self.links.read(step.transfers)
@@ -266,8 +265,8 @@ class RequestRunner:
         return True
 
     async def _first_step(self, request: DecodeRequest, first: Output | None = None) -> None:
-        """Count and report how the prompt got its KV, which is certain only now: the engine has finished the request's
-        first step, or the prefill worker's token (`first` is None) was its last."""
+        """Count and report how the prompt got its KV, which is certain only now. `first` is None if the prefill
+        worker's token was the request's last."""
         request.has_first_step = True
         request.engines_died = 0
         request.local_tokens = 0

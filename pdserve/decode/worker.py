@@ -60,7 +60,7 @@ from pdserve.util.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 GAP_STEP = 0.005
-"""Seconds to which the reported gap is rounded, so that an idle worker, whose gap decays, soon reports no change."""
+"""The reported gap is a multiple of this many seconds, so that an idle worker's decaying gap causes few messages."""
 
 
 class DecodeWorker(EngineWorker):

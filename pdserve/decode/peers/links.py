@@ -39,7 +39,7 @@ class KvLinks:
     """By prefill worker."""
 
     def read(self, transfers: Transfers) -> None:
-        """Record the engine's KV reads: of requests and warm-ups, read-ahead included."""
+        """Record the engine's KV reads."""
         KV_TRANSFER_BYTES.labels(self.workers.model).inc(transfers.bytes)
         for read in transfers.reads:
             link = self._of(read.source)
@@ -69,7 +69,7 @@ class KvLinks:
             request.since = time.monotonic()
 
     def failed(self, request: DecodeRequest, why: str) -> None:
-        """Record a failed remote prefill. `why`: the label of the failure metric; details follow after a colon."""
+        """Record a failed remote prefill. `why` is a label of the failure metric; details may follow after a colon."""
         now = time.monotonic()
         request.hops.add("fallback", now, now, request.prefiller, why)
         link = self._of(request.prefiller)

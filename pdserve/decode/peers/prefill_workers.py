@@ -25,9 +25,9 @@ from pdserve.util.ticks import tick
 logger = logging.getLogger(__name__)
 
 LAST_ANSWERS = 0.2
-"""Seconds to wait for a prefill worker's last answers, which come over NATS, after the worker is found to be lost."""
+"""Seconds to wait for the last answers of a lost prefill worker: they may be under way."""
 AVOID_FOR = 30.0
-"""Seconds for which a prefill worker whose KV could not be read is avoided; then it is tried again."""
+"""Seconds for which a prefill worker is avoided after a read of its KV failed."""
 POLL_INTERVAL = 0.5
 """Seconds between two checks with NATS whether a prefill worker is still subscribed."""
 MAX_UNHEARD = 2
@@ -35,7 +35,7 @@ MAX_UNHEARD = 2
 MAX_UNTAKEN = 2
 """Prompts in a row that no prefill worker pulled, after which prompts are prefilled locally for `RETRY_AFTER`."""
 RETRY_AFTER = 30.0
-"""Seconds after which remote prefill is tried again, because a worker that gets no prompts sends no messages."""
+"""Seconds of local prefill. Then remote prefill is tried again, because workers without prompts send no messages."""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
 UNREACHABLE, LOST, STALLED = "unreachable", "queue-lost", "stalled"
 """Why no answer will come, as labels of the failure metric."""
@@ -70,8 +70,8 @@ class UntakenPrompts:
 
 @dataclass(eq=False)
 class PrefillWorkers:
-    """Knows workers of the same model and fingerprint that confirm reads of their KV, except this worker itself (it may
-    be of role `both`)."""
+    """Prefill workers of this worker's model and fingerprint that confirm KV reads. The worker itself, if it is of role
+    `both`, is not among them."""
 
     instance: str
     model: str
@@ -86,9 +86,9 @@ class PrefillWorkers:
     _untaken: UntakenPrompts = field(default_factory=UntakenPrompts)
     _registered: list[Instance] = field(default_factory=list)
     _newcomers: list[Instance] = field(default_factory=list)
-    """Workers that are not ready yet. This list and `_registered` are kept until the view changes, because each request
-    asks for them, and there may be hundreds of workers."""
+    """Workers that are not ready yet."""
     _version: int = -1
+    """Version of the view from which both lists are. They are kept, because each request asks for them."""
 
     # which are available
 
@@ -100,13 +100,13 @@ class PrefillWorkers:
         return [worker for worker in ready if not self.is_avoided(worker.id)] if self._avoided else ready
 
     def to_warm_up(self) -> set[str]:
-        """Ids of the workers to warm up with, ready or not yet, but not draining; at most `MAX_PAIRS`, chosen by
-        rendezvous hashing, so that the choice hardly changes as workers come and go."""
+        """Ids of at most `MAX_PAIRS` workers, ready or not yet, to warm up with. They are chosen by rendezvous hashing,
+        so that the choice hardly changes as workers come and go."""
         peers = [peer.id for peer in self.peers() if not peer.draining]
         return set(nsmallest(MAX_PAIRS, peers, key=lambda peer: crc32(f"{self.instance} {peer}".encode())))
 
     def is_known(self, worker: str) -> bool:
-        """Whether the worker is one of `peers`. Answers of others are not trusted."""
+        """Whether the worker is one of `peers`. Answers of other workers are not trusted."""
         return any(peer.id == worker for peer in self.peers())
 
     def registered(self) -> list[Instance]:
@@ -136,8 +136,7 @@ class PrefillWorkers:
     # workers whose KV cannot be read
 
     def avoid(self, workers: list[str]) -> None:
-        """Avoid workers whose KV cannot be read. Requests that such a worker has, or still pulls from the shared queue,
-        are prefilled locally at once."""
+        """Avoid workers whose KV cannot be read. Prompts that such a worker has are prefilled locally at once."""
         for worker in workers:
             if not self.is_avoided(worker):
                 logger.error("KV of %s cannot be read: avoiding it for %g s", worker, AVOID_FOR)
@@ -224,7 +223,7 @@ class PrefillWorkers:
     def give_up_gone(self) -> None:
         """Prefill locally the prompts that a lost or stalled worker has, and those that no worker is left to pull.
         First wait `LAST_ANSWERS`, because a worker's last message may say that its engine died of a request. A prompt
-        that was sent only to one worker may go to any worker once that one is not available."""
+        that was sent to an unavailable worker because of its prefix may go to any worker at once."""
         usable = {worker.id for worker in self.available()}
         for request in self.requests:
             if request.preferred and request.preferred not in usable:

@@ -90,9 +90,9 @@ class AnswerReader:
             await self.engine.read_ahead(handle, request.prefix_hit)
 
     async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
-        """Give the answer to its request, or reject KV that no request takes, so that its blocks are free at once.
-        Never reject KV that a live request took, because it may be read right now while the answer is repeated. Do not
-        reject KV of an unknown worker, which repeats the answer until it is registered or the KV lease is over."""
+        """Give the answer to its request, or reject KV that no request takes, to free its blocks at once. A repeated
+        answer is not rejected if a live request took its KV, which may be read right now. An unknown worker is not sent
+        a rejection: it repeats the answer until it is registered or the KV lease ends."""
         worker = answer.handle.engine_id
         if not self.workers.is_known(worker):
             logger.info("request %s: %s is not a live prefill worker", answer.request_id, worker)

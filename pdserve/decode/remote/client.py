@@ -1,7 +1,6 @@
 """Remote prefill at the decode worker: publishes a prompt, waits for the answer with a timeout, checks its KV handle.
 
-`answer_reader.py` handles lost and late answers; `decode/peers/prefill_workers.py`, prefill workers that are lost or
-whose KV cannot be read."""
+`answer_reader.py` handles late answers, and `decode/peers/prefill_workers.py` lost prefill workers."""
 
 import asyncio
 import logging
@@ -35,9 +34,9 @@ from pdserve.util.errors import ProtocolError, QueueFull, QueueUnavailable
 logger = logging.getLogger(__name__)
 
 BEGIN_GRACE = 0.25
-"""Seconds for the messages to and from a worker with the prefix, in addition to the time in which it may begin."""
+"""Seconds for messages, added to the time in which a worker with the prefix must begin the prompt."""
 WARM_UP_TIMEOUT = 5.0
-"""Seconds that the prefill of a warm-up may take: the worker may have long prompts to compute first."""
+"""Seconds that a warm-up's prefill may take. The worker may have long prompts to compute first."""
 TIMEOUT, DOWN, FULL = "timeout", "queue-down", "queue-full"
 """Why no answer will come, as labels of the failure metric; `decode/peers/prefill_workers.py` has more."""
 _NO_ANSWER = {

@@ -1,9 +1,8 @@
 """Publishes just enough prompts to keep the prefill workers busy, and holds back the rest in a fair queue, because the
 JetStream queue itself is FIFO for all clients.
 
-So a prompt waits in the JetStream queue behind about one other for each prefill worker, and not behind everything that
-another client sent before. Held prompts, flex requests excluded, count in the queue's depth at all workers. But a
-worker that decides about a prompt counts only the prompts before it."""
+So a prompt waits in the JetStream queue behind about one other for each prefill worker. Held prompts, except those of
+flex requests, count in the queue's depth at all workers."""
 
 import asyncio
 import time
@@ -18,17 +17,16 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.queue.prompt_queue import PromptQueue
 
 BUFFER = 0.05
-"""Seconds of work to keep in the JetStream queue for each prefill worker. One longer prompt is enough; of short prompts
-several are queued, because this process may be too busy to publish the next one right after a pull."""
+"""Seconds of work to keep in the JetStream queue for each prefill worker, because this process may be too busy to
+publish the next prompt right after a pull."""
 POLL_INTERVAL = 0.05
-"""Seconds between two checks while prompts are held, because prefill workers may have pulled other decode workers'
-prompts."""
+"""Seconds between two checks whether held prompts may be published."""
 
 
 def are_busy(stored: int, own: Iterable[int], tokens: int, workers: int, token_seconds: float) -> bool:
     """Whether the JetStream queue has a prompt for each prefill worker and, with one more of `tokens` tokens, would
     have more than `BUFFER` seconds of work for each. `stored`: prompts in the queue; `own`: the tokens of each of this
-    decode worker's prompts among them. If `own` is empty, one more may always be published. Pure."""
+    decode worker's prompts among them. False if there are none. Pure."""
     prompts = list(own)
     stored = max(stored, len(prompts))
     if not prompts or stored < workers:
@@ -51,8 +49,7 @@ class PromptPublisher:
 
     async def wait(self, request: DecodeRequest, bound: Callable[[int], float]) -> bool:
         """Wait until the prompt may be published or the request no longer awaits an answer. Return False at the
-        request's deadline, or if no prefill worker sends a message for `bound(waiting prompts)` seconds. The bound is
-        computed anew for each wait, because other clients' prompts may get ahead of this one."""
+        request's deadline, or if no prefill worker sends a message for `bound(waiting prompts)` seconds."""
         assert request.answer is not None
         request.turn = asyncio.get_running_loop().create_future()
         self.add(request)
@@ -75,8 +72,8 @@ class PromptPublisher:
         self.publish_next()
 
     def ahead(self, client: str) -> int:
-        """Number of prompts, held or published, that come before a new one of this client. 0 for a flex client, so that
-        its prompts wait for a prefill worker: local prefills would delay streams."""
+        """Number of prompts, held or published, that come before a new one of this client. For a flex client it is 0,
+        so that a long queue does not lead to a local prefill, which would delay other requests."""
         return 0 if is_flex(client) else self._queue.depth - self._held.behind(client)
 
     def remove(self, request: DecodeRequest) -> None:

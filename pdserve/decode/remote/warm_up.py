@@ -1,10 +1,9 @@
-"""Warms up the KV transfer from prefill workers, at most `MAX_PAIRS`, before a client's request needs it.
+"""Warms up KV transfers from at most `MAX_PAIRS` prefill workers, before a client's request needs them.
 
-The first read of a pair shakes hands, connects and allocates, which may take seconds. So this decode worker sends each
-of these prefill workers a short random prompt, not through the queue, reads its KV, and generates one token. Workers
-warm up before they announce themselves: until then they register as newcomers, whom frontends do not see. They wait a
-few seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
-"""
+The first read between two workers shakes hands, connects and allocates, which may take seconds. So this decode worker
+sends each of these prefill workers a short random prompt directly, reads its KV, and generates one token. A new worker
+warms up before frontends see it: it is registered as a newcomer. It waits a few seconds at most for warm-ups
+(docs/decisions/0008-warm-up.md)."""
 
 import asyncio
 import logging

@@ -20,10 +20,9 @@ from pdserve.queue.prompt_queue import PromptQueue
 SHORT = 8
 """A prompt of at most the usual chunk divided by this is very short."""
 MAX_PASSING = 4
-"""Very short prompts that may be in the engine beside a full chunk: at most one of each client, and none of a client
-that has another prompt in the engine."""
+"""Very short prompts that may be in the engine beside a full chunk. Their clients have no other prompt there."""
 MIN_CHANGE = 8
-"""A chunk other than the usual one is set only if it differs by more than 1 / `MIN_CHANGE`: setting it costs time."""
+"""A change of the chunk by less than 1 / `MIN_CHANGE` is not worth the time to set it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,7 @@ class _Prompt:
 
 class PromptSlots:
     def __init__(self, chunk: Callable[[], int], usual: int) -> None:
-        """`chunk` returns the tokens of a chunk now; `usual`: tokens of a chunk without streams; 0: no limit."""
+        """`chunk` returns the tokens of a chunk now; `usual`: its tokens while nothing is decoded; 0: no limit."""
         self._chunk = chunk
         self._short = usual // SHORT
         self._inside: set[_Prompt] = set()
@@ -51,9 +50,9 @@ class PromptSlots:
         needs: float = 0.0,
         begins: asyncio.Event | None = None,
     ) -> AsyncIterator[bool]:
-        """Enter when the engine may compute a prompt with `tokens` to compute; leave when they are computed. Yields
-        whether the prompt had to wait. `due`: its TTFT deadline; `needs`: seconds from its turn to the first token.
-        Setting `begins` ends the wait before its turn."""
+        """Wait until the engine may compute a prompt of which `tokens` are not cached. The caller leaves the context
+        when they are computed. Yields whether the prompt had to wait. `due`: its TTFT deadline; `needs`: seconds from
+        its turn to the first token. Setting `begins` ends the wait early."""
         prompt = _Prompt(tokens, client, begins or asyncio.Event())
         self._waiting.add(client, prompt, due, needs)
         self._start_next()
@@ -89,7 +88,7 @@ class PromptSlots:
 
 
 class ChunkLimit:
-    """Sets the engine's chunk to the estimator's, so that streams keep their gap SLO (docs/slo.md)."""
+    """Sets the engine's chunk to the estimator's, so that decoding sequences keep their gap SLO (docs/slo.md)."""
 
     def __init__(self, engine: Engine, estimator: Estimator) -> None:
         self._engine = engine

@@ -23,19 +23,19 @@ from pdserve.util.lru import LruDict
 FIRST_TOKEN_SECONDS = 1 / 5000
 """Seconds per prompt token to assume before an engine is measured."""
 MIN_CHUNK_TOKEN = 1e-6
-"""Lower bound of the seconds that a prompt token adds to a step with streams."""
+"""Lower bound of the seconds that a prompt token adds to a step that also decodes."""
 MIN_SPACING = 0.001
 """Lower bound of the mean seconds between two prompts."""
 FIRST_HANDOVER = 0.02
 """Seconds of a handover to assume before one is measured."""
 MIN_SLOWDOWN = 1.5
-"""Steps must be this many times as long during remote prefills to count as slower; less is noise."""
+"""Remote prefills slow steps down if steps take this many times as long meanwhile; less is noise."""
 
 
 def _passed(
     waiting: Iterable[tuple[float, int]], due: float, tokens: int, token_seconds: float, now: float
 ) -> int:
-    """Tokens of the waiting prompts, given as (TTFT deadline, tokens), that a new prompt passes (`prompt_queue.py`)."""
+    """Tokens of the prompts that a new one passes (`prompt_queue.py`). `waiting`: TTFT deadline and tokens of each."""
     if is_late(due, tokens * token_seconds, now):
         return 0
     return sum(each for when, each in waiting if is_late(when, each * token_seconds, now))
@@ -63,14 +63,14 @@ class Estimator:
     workers: PrefillWorkers
     clock: Callable[[], float] = time.monotonic
     usual: int = 0
-    """Prompt tokens of a step without streams, and the most beside streams without an SLO; 0: no chunks."""
+    """Prompt tokens of a step that decodes nothing; 0: prompts are not cut into chunks."""
     block: Callable[[], int] = lambda: 1
     """Tokens of a KV block."""
     prefill_tokens: Callable[[], int] = lambda: 0
-    """Role `both`: tokens of prompts from the queue in this engine."""
+    """Role `both`: tokens of the queue's prompts that this engine has."""
     _local: PrefillSpeed = field(default_factory=PrefillSpeed)
     _plain: LearnedMean = field(default_factory=LearnedMean)
-    """Seconds of a step with streams and without prompts."""
+    """Seconds of a step that decodes and computes no prompt."""
     _undisturbed: LearnedMean = field(default_factory=LearnedMean)
     """`_plain` while no prefill worker computes a prompt for this worker."""
     _disturbed: LearnedMean = field(default_factory=LearnedMean)
@@ -82,7 +82,7 @@ class Estimator:
     _chunks: tuple[int, float] = (0, 0.0)
     """Prompt tokens, and the seconds that they added to steps, since `_chunk_token` was learned last."""
     _ended: float = 0.0
-    """When the last step ended; 0: no stream waits for the next one."""
+    """When the last step ended; 0: no sequence is decoded."""
     _last_arrival: float = 0.0
     """When the last prompt arrived."""
     _spacing: float = 1.0
@@ -100,9 +100,9 @@ class Estimator:
         workers: Sequence[str],
         cached: Mapping[str, int] = {},
     ) -> Estimates | None:
-        """Return the costs of the prompt of a new request, which is in `requests` already; None without a prefill
-        worker. `cached`: by prefill worker, prompt tokens in its prefix cache. Call it once per prompt, because it also
-        measures how often prompts arrive."""
+        """Return the costs of a new request's prefill; None without a prefill worker. `compute`: prompt tokens that are
+        not cached here; `cached`: by prefill worker, prompt tokens that are cached there. Call it once per prompt,
+        because it also measures how often prompts arrive."""
         if not workers:
             return None
         now = self.clock()
@@ -154,7 +154,7 @@ class Estimator:
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens of a step beside the streams that run now."""
+        """Prompt tokens of a step, given the sequences that are decoded now."""
         return self._chunk(self.requests.clients())
 
     def _chunk(self, requests: Iterable[DecodeRequest]) -> int:
@@ -166,8 +166,8 @@ class Estimator:
         return chunk_of(min(steps, default=math.inf), plain, token, self.usual, self.block())
 
     def stepped(self, ended: float, prompt_tokens: int) -> None:
-        """Learn from an engine step, whose outputs are recorded, how long a plain step takes and how many seconds each
-        prompt token adds."""
+        """Learn how long an engine step takes without prompts, and how many seconds each prompt token adds. Record the
+        step's outputs first."""
         is_disturbed = any(each.remote_tokens and each.prefiller for each in self.requests)
         if self._ended and not prompt_tokens:
             self._plain.learn(ended - self._ended, ended)
@@ -185,7 +185,7 @@ class Estimator:
         self._ended = ended if any(request.has_first_step for request in self.requests) else 0.0
 
     def _slowdown(self, now: float) -> float:
-        """Share of its time that a stream loses during remote prefills; 0 if that is noise (`MIN_SLOWDOWN`)."""
+        """Share of its time that a decoding sequence loses during remote prefills; 0 if that is noise."""
         normal = self._undisturbed.value
         slow = decayed(self._disturbed.value, now - self._disturbed.at, normal)
         return 1 - normal / slow if normal and slow and slow > MIN_SLOWDOWN * normal else 0.0
