@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contract.messages import PrefillCancel, PrefillFailed
+from pdserve.contract.messages import PrefillCancel, PrefillFailed, PrefillLoad
 from pdserve.queue import connect
+from pdserve.queue.depth import Puller
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
 from pdserve.supervisor.servers.embedded import EmbeddedNats
 from pdserve.util.errors import ConfigError, QueueUnavailable
 from pdserve.util.net import free_port
-from tests.conditions import until
+from tests.conditions import holds, until
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
 from tests.queue.requests import ids, publish, request
@@ -76,6 +77,28 @@ async def test_an_ack_from_before_a_data_loss_acks_no_later_request(nats_outage:
     await held.ack()
     await given.give_back()
     assert ids(await first.pull(1, 2)) == ["new"]
+
+
+async def test_a_load_reported_after_a_data_loss_says_nothing_of_the_stream_before(
+    nats_outage: NatsOutage,
+) -> None:
+    """The first prompts after the loss are sent to the prefill worker, and none is pulled."""
+    decode, prefill = await nats_outage.queues(), await nats_outage.queues()
+    worker = Puller("prefill-0", lambda: PrefillLoad(5000, 0.001))
+    await publish(decode, "a", "b", "c")
+    await prefill.pull(3, 1, worker)
+    await until(lambda: "prefill-0" in decode.loads)
+    await nats_outage.down()
+    await until(lambda: not decode.connected and not prefill.connected)
+    await nats_outage.up(lose_data=True)
+    await until(lambda: decode.connected and prefill.connected)
+    heard = decode.loads["prefill-0"][1]
+    worker = Puller("prefill-0", lambda: PrefillLoad(9000, 0.001))
+    prefill.load_changed(worker)
+    await until(lambda: decode.loads["prefill-0"][1] > heard)
+    await publish(decode, "new")
+    assert decode.depth == 1
+    await holds(lambda: (decode.losses, prefill.losses, decode.depth) == (1, 1, 1), 1.0)
 
 
 async def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:

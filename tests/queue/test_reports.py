@@ -140,6 +140,24 @@ async def test_a_backlog_is_reported_to_all_at_a_bounded_rate(
     assert len(broadcasts[1]) < 10
 
 
+@pytest.mark.parametrize("pulled", [True, False], ids=["after a pull", "after an addressed prompt"])
+async def test_a_decode_worker_learns_the_load_that_another_ones_addressed_prompts_cause(
+    pulled: bool, broadcasts: tuple[Queues, list[QueueState]]
+) -> None:
+    """Its own prompt was the last that the prefill worker began."""
+    decode, _, prefill = await ask(broadcasts, 1)
+    worker = Prefill()
+    (delivery,) = await prefill.pull(1, 1, worker.puller)
+    answers = decode.answers("decode-0-a")
+    state = delivery.state if pulled else QueueState(0, 0, "prefill-0")
+    await prefill.answer("decode-0-a", PrefillStarted("r0", "prefill-0", state=state))
+    await anext(answers)
+    await asyncio.sleep(2 * INTERVAL)
+    worker.load = PrefillLoad(5000, TOKEN)
+    prefill.load_changed(worker.puller)
+    await until(lambda: decode.loads["prefill-0"][0] == worker.load)
+
+
 async def test_each_pull_is_broadcast_for_a_decode_worker_that_reads_no_state_in_the_answer(
     broadcasts: tuple[Queues, list[QueueState]],
 ) -> None:

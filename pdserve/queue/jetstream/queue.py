@@ -94,7 +94,8 @@ class JetStreamQueue(PrefillQueue):
         self._pulled = asyncio.Event()
         """set by a pull that is not reported yet"""
         self._last_pull: tuple[QueueState, Puller | None] = QueueState(0, 0), None
-        """the state after this process's last pull, and the puller"""
+        """the state after this process's last pull, and the puller. `_report_state` uses the state once, because it
+        ages, and after a data loss the stream is another one; then it is 0, 0"""
         self._created: datetime | None = None
         """when the stream was created, by the server's clock"""
         self._checked_at = 0.0
@@ -165,15 +166,16 @@ class JetStreamQueue(PrefillQueue):
             logger.warning("skipped a queue state: %s", error)
             return
         self._reports.reported(state, time.monotonic())
-        if self._own_pulls.get(state.worker) == state.delivered_seq:
+        if state.delivered_seq and self._own_pulls.get(state.worker) == state.delivered_seq:
             state = msgspec.structs.replace(state, worker="")  # `PrefillStarted` had the load more precisely
         self._learn(state)
 
     def _learn(self, state: QueueState) -> None:
-        self._synced_at = time.monotonic()
-        self._depth = self._depth.reported(state)
+        now = time.monotonic()
+        if state.delivered_seq:  # else only the load is known
+            self._depth, self._synced_at = self._depth.reported(state), now
         if state.worker:
-            self._loads[state.worker] = state.load, self._synced_at
+            self._loads[state.worker] = state.load, now
 
     async def _sync(self, client: Client) -> None:
         asked = self._depth
@@ -325,6 +327,7 @@ class JetStreamQueue(PrefillQueue):
             self._pulled.clear()
             await asyncio.sleep(self._reports.interval(time.monotonic()))
             state, worker = self._last_pull
+            self._last_pull = QueueState(0, 0), worker
             if worker is not None:
                 state = msgspec.structs.replace(state, load=worker.load())
             if report := self._reports.next(state, time.monotonic()):
