@@ -1,6 +1,5 @@
-"""Prefix index: which workers have which prefixes cached, from their reports (`messages.PrefixesChanged`) and from
-the prompts that they got from this process. Frontends that route by `kv` index the decode workers; decode workers index
-the prefill workers."""
+"""Prefix index: which worker has which prefixes cached. Frontends that route by `kv` index decode workers. Decode
+workers index prefill workers."""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -10,8 +9,8 @@ from pdserve.contract.prefixes import MAX_REPORTED, PromptNames, report_stride
 
 
 class PrefixIndex:
-    """Holds names (hashes) of prefixes (`contract/prefixes.py`), not tokens. It may lag behind the workers' caches,
-    which at worst makes a request slower."""
+    """Prefixes by their names (`contract/prefixes.py`). It may lag behind the workers' caches, which at worst makes a
+    request slower."""
 
     def __init__(self) -> None:
         self._holders: dict[tuple[int, int], dict[bytes, tuple[str, ...]]] = {}
@@ -19,11 +18,10 @@ class PrefixIndex:
         self._reported: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
         """by worker: block size and stride, and the names that it reported or that `expect` added"""
         self._expected: dict[str, dict[bytes, None]] = {}
-        """by worker: names of prefixes of prompts that this process sent to it, and that it has not reported since,
-        oldest first; the names are in `_reported`, too"""
+        """by worker: names that `expect` added and that the worker has not reported since, oldest first"""
 
     def __len__(self) -> int:
-        """Number of names, counted for each worker."""
+        """Number of names; a name counts once for each worker that has it."""
         return sum(len(names) for _, names in self._reported.values())
 
     def workers(self) -> set[str]:
@@ -48,16 +46,16 @@ class PrefixIndex:
                 holders[name] = holders[name] + new if name in holders else new
 
     def expect(self, worker: str, prompt: PromptNames, block_size: int, kv_blocks: int) -> None:
-        """Count a prompt's prefixes as cached at the worker that will compute it, before the worker reports them:
-        prompts with a common prefix often come together. The worker may never compute or report some. So the oldest
-        are forgotten if its cache, of `kv_blocks` blocks, cannot hold all."""
+        """Count a prompt's prefixes as cached at the worker that will compute it: prompts with a common prefix often
+        come together. The worker may never report some. So the index forgets the oldest expected names if the worker's
+        cache of `kv_blocks` blocks cannot hold all."""
         stride = report_stride(kv_blocks)
         shape, reported = self._reported.setdefault(worker, ((block_size, stride), set()))
         expected = self._expected.setdefault(worker, {})
         if shape != (block_size, stride):
             return
         names = [*islice(prompt.of(block_size), stride - 1, None, stride)]
-        for name in reversed(names):  # as in a cache, the end of a prompt is older than its beginning
+        for name in reversed(names):  # a cache drops the end of a prompt before its beginning
             if name in expected or name not in reported:
                 expected.pop(name, None)
                 expected[name] = None
@@ -92,8 +90,7 @@ class PrefixIndex:
             self._holders.pop(shape, None)
 
     def cached(self, prompt: PromptNames) -> dict[str, int]:
-        """Return by worker the number of leading prompt tokens that it has cached; workers with none are left out.
-        Walks the prompt only as far as any worker has it."""
+        """Return the number of leading prompt tokens that each worker has cached, without workers that have none."""
         found: dict[str, int] = {}
         for (block_size, stride), holders in self._holders.items():
             levels: list[tuple[str, ...]] = []
@@ -103,8 +100,7 @@ class PrefixIndex:
                         break
                     levels.append(holders[name])
             count = 0
-            # A worker with a block has all blocks before it. So the list of holders only grows from the longest prefix
-            # to the shortest, and a list of equal length has the same workers.
+            # A worker with a block has all blocks before it. So a shorter prefix has the same workers or more.
             for depth in range(len(levels), 0, -1):
                 if len(levels[depth - 1]) > count:
                     count = len(levels[depth - 1])

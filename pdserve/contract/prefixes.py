@@ -1,8 +1,7 @@
-"""Hashes of prompt prefixes, by which workers report their prefix caches to frontends and decode workers.
+"""Names of KV blocks, by which workers report their prefix caches to frontends and decode workers.
 
-A block's name is a hash of that full KV block and all blocks before it. Workers name their engine's cached blocks, and
-readers of their reports the blocks of a prompt. A name takes about 1 us, vLLM's own hash 16 to 39 us. A wrong or stale
-name costs only time, because each engine finds its prefix hits by its own hashes.
+A full block's name is a hash of its tokens and all tokens before them. It takes about 1 us, vLLM's own hash 16 to
+39 us. A wrong or stale name costs only time, because engines find prefix hits by their own hashes.
 """
 
 import struct
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 NAME_BYTES = 8
 """Length of a name."""
 MAX_REPORTED = 4096
-"""Most names that a worker reports for its cache, and as many for blocks that are only in host memory. Of a larger
-cache it reports every 2nd block, every 4th, and so on."""
+"""Maximum of names that a worker reports for its cache. For blocks that are only in host memory, it reports up to as
+many again. Of a larger cache it reports every 2nd block, every 4th, and so on."""
 
 
 def root_name(salt: str | None, adapter: int = 0) -> bytes:
@@ -82,7 +81,7 @@ def image_key(name: str, offset: int) -> bytes:
 
 
 class PromptNames:
-    """The names of a prompt's blocks, each hashed at most once, when it is first asked for."""
+    """The names of a prompt's blocks. It hashes a block when its name is first asked for."""
 
     def __init__(
         self, prompt: Sequence[int], salt: str | None, adapter: int = 0, images: Iterable[PromptImage] = ()
@@ -117,8 +116,8 @@ def report_stride(blocks: int) -> int:
 
 
 class CachedPrefixes:
-    """The names of the blocks in an engine's prefix cache, and for each follower the changes since its last call of
-    `changes`. The engine calls `resize`, `add`, `remove` and `clear`."""
+    """The names of the blocks in an engine's prefix cache, and their changes for each follower. The engine calls
+    `resize`, `add`, `remove` and `clear`."""
 
     def __init__(self) -> None:
         self.block_size = 1
@@ -133,7 +132,7 @@ class CachedPrefixes:
         """reported names in host memory but not in the cache, in the order in which they left the cache"""
         self._reported: set[bytes] = set()
         self._changed: dict[str, set[bytes]] = {}
-        """by follower"""
+        """by follower: names that changed since its last call of `changes`"""
 
     def resize(self, blocks: int, block_size: int) -> None:
         """Set the size of the empty cache."""
@@ -194,7 +193,7 @@ class CachedPrefixes:
             follower.update(names)
 
     def hit(self, prompt: PromptNames, *, host: bool = True) -> int:
-        """Return the number of leading prompt tokens in the cache and, with `host`, in host memory."""
+        """Return the number of leading prompt tokens in the cache or, with `host`, in host memory."""
         if not self._copies:
             return 0
         is_cached = self._copies.__contains__ if host or not self._host else self._in_cache
