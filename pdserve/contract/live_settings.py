@@ -1,7 +1,6 @@
 """Live settings: values that `pdserve set` changes in a running graph. Pure.
 
-They are texts in the registry and override the file's values. As in a file, a threshold without a policy implies the
-policy `threshold`."""
+They are texts in the registry and override the file's values."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args

@@ -2,8 +2,8 @@
 the registry are in `records.py`.
 
 All are frozen msgspec structs. A new field has a default and unknown fields are ignored, so that neighbouring versions
-understand each other. Times are durations in seconds and ages at the moment of sending, never timestamps, because the
-clocks of hosts differ. Nothing is pickled.
+understand each other. Times are durations in seconds or ages at sending, never timestamps, because the clocks of hosts
+differ.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,13 @@ class Promise(Struct, frozen=True):
     """The SLO of a request, in seconds; None: no SLO."""
 
     ttft: float | None = None
-    """time left, at sending, until the first token is due (of a migrated request: the next token); below 0: overdue"""
+    """time left, at sending, until the first token is due; of a migrated request, the next token. Below 0: overdue"""
     gap: float | None = None
     """longest time between two tokens"""
 
 
 class Submit(Struct, frozen=True, tag=True):
-    """Generate. The worker sends `Placed`, then `Outputs` until the request is finished, or `Failed`."""
+    """Generate. The worker sends `Placed`, then `Outputs` until the request ends. `Failed` may end it at any time."""
 
     request_id: str
     """unique for each attempt: a migration or retry has a new id"""
@@ -125,8 +125,7 @@ class Failed(Struct, frozen=True, tag=True):
     invalid: bool = False
     """the request is invalid, so every worker would refuse it; 400"""
     engines_died: int = 0
-    """`Submit.engines_died`, plus 1 if this worker's engine died and this request may be the cause. A worker that
-    vanishes without this message does not count, because it was killed or cut off, which no request causes"""
+    """`Submit.engines_died`, plus 1 if this worker's engine died and this request may be the cause"""
 
 
 class Load(Struct, frozen=True):
@@ -154,18 +153,16 @@ class Load(Struct, frozen=True):
     token_seconds: float = 0.0
     """expected seconds per token of a new prompt"""
     gap_seconds: float = 0.0
-    """the longer of two measured times: of a step without prompts, and from a request's KV to its next token. Each of
-    the two decays while it is not measured"""
+    """the longer of two measured times: of a step without prompts, and from a request's KV to its next token"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
-    """The worker's load, for routing. Sent on changes, a few times a second at most, to frontends that follow
-    it."""
+    """The worker's load, for routing. Sent to frontends that follow it, on changes, at most a few times a second."""
 
     load: Load
     make_way: int = 0
-    """number of requests to pause at this worker, because other clients' requests wait in the engine. The requests to
-    pause are those of the clients that have most running"""
+    """number of requests to pause at this worker, because other clients' requests wait in its engine. The frontend
+    pauses requests of the clients that have most running"""
 
 
 class PrefixesChanged(Struct, frozen=True, tag=True):
@@ -214,13 +211,12 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     """the decode worker's tokens per KV block; must equal the prefill worker's"""
     body: list[bytes]
     warm_up: bool = False
-    """sent to one prefill worker outside the queue, so that no client's request is the first KV read from that
-    worker"""
+    """a warm-up, sent to one prefill worker outside the queue"""
     traceparent: str = ""
     held: float = 0.0
     """seconds that the request waited at the decode worker before it was stored"""
     reads_state: bool = False
-    """the decode worker reads `PrefillStarted.state`; for older ones the prefill worker broadcasts each pull"""
+    """the decode worker reads `PrefillStarted.state`; for an older one, the prefill worker broadcasts each pull"""
     begin_within: float = 0.0
     """above 0: sent outside the queue to one prefill worker, which has the prompt's prefix cached ("addressed").
     The worker begins the request within this many seconds of its arrival, or not at all"""
@@ -259,7 +255,7 @@ class QueueState(Struct, frozen=True, tag=True):
     delivered_seq: int
     """highest stream sequence delivered so far"""
     pending: int
-    """later messages, not yet delivered"""
+    """number of later messages, not yet delivered"""
     worker: str = ""
     """instance id of the prefill worker"""
     load: PrefillLoad = PrefillLoad()
@@ -267,8 +263,7 @@ class QueueState(Struct, frozen=True, tag=True):
 
 
 class PrefillPrefixes(Struct, frozen=True, tag=True):
-    """Changes of a prefill worker's prefix cache, for decode workers that send a prompt to the worker with its
-    prefix."""
+    """Changes of a prefill worker's prefix cache, for decode workers."""
 
     worker: str
     """instance id of the prefill worker"""
@@ -344,11 +339,11 @@ class PrefillDone(Struct, frozen=True, tag=True):
 
 
 RETURNED = "returned"
-"""`PrefillFailed.reason` of a prompt that was sent to one worker, which will not begin it: any worker may."""
+"""`PrefillFailed.reason` of an addressed request (`begin_within`) that its worker will not begin."""
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):
-    """The prefill failed, so the decode worker prefills locally, or publishes the prompt if it is `RETURNED`."""
+    """The prefill failed. The decode worker prefills locally, but publishes a `RETURNED` request."""
 
     request_id: str
     reason: str

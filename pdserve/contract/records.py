@@ -27,7 +27,7 @@ REFUSED = "refused"
 FROM_FILE = "file"
 """Value of `Adapter.asked` for an adapter that the worker's file names."""
 MIN_KV_WIRE = 2
-"""Lowest generation of a prefill worker from which KV is read, because older ones do not confirm that they kept it."""
+"""KV is read only from prefill workers of at least this generation: older ones do not confirm that they kept it."""
 
 
 def is_compatible(wire: int) -> bool:
@@ -45,7 +45,7 @@ class Adapter(Struct, frozen=True):
     id: int = 0
     """id of its weights, which separates the KV computed with them; 0: not known yet"""
     asked: str = FROM_FILE
-    """id of the frontend's load call, because a name may be unloaded and loaded again"""
+    """id of the frontend's load call; it tells two loads of the same name apart"""
     problem: str = ""
     """why a worker could not load it"""
     model: str = ""
@@ -53,7 +53,7 @@ class Adapter(Struct, frozen=True):
 
 
 class Instance(Struct, frozen=True):
-    """A live process. The record is under the process's lease, so it ends with the lease at the latest."""
+    """A live process. The record vanishes when the process's lease ends."""
 
     id: str
     """`<role>-<index>-<boot id>`: a restarted process is a new instance"""
@@ -206,7 +206,7 @@ class ModelCard(Struct, frozen=True):
     fingerprint: str = ""
     """`Instance.fingerprint` of the worker"""
     generation: int = 0
-    """incremented with each change of the model under this name; the highest is the newest, whatever the clocks say"""
+    """incremented with each change of the model under this name"""
 
     def is_interchangeable(self, other: "ModelCard") -> bool:
         """Whether a frontend that serves this card also serves the other."""

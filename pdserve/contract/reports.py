@@ -34,13 +34,13 @@ TICK = 2.0
 MAX_TICKS = 150
 """Ticks that a frontend keeps: 5 minutes."""
 MAX_RECEIPTS = 1000
-"""Most receipts of finished requests that a frontend keeps."""
+"""Maximum of receipts of finished requests in a frontend."""
 RECEIPT_LIFETIME = 900.0
 """Seconds for which a frontend keeps a receipt."""
 MAX_REPORTED_RECEIPTS = 100
-"""Newest receipts in a report. Encoding more would delay the frontend's streams."""
+"""Number of newest receipts in a report. Encoding more would delay tokens."""
 MAX_DETOURS = 30
-"""Most older receipts that a report has in addition, because they have a hop of `DETOURS`."""
+"""Maximum of older receipts that a report adds because they have a hop of `DETOURS`."""
 LOST_LIFETIME = 600.0
 """Seconds for which a lost process is reported."""
 POLL_INTERVAL = 1.0

@@ -19,13 +19,12 @@ def stateful_parameter(params: Any) -> str | None:
 
 
 MAX_LOGPROBS = 20
-"""Most logprobs of a first token that crosses the queue: a message cannot hold those of a whole vocabulary."""
+"""Maximum of logprobs for a first token in a message: those of a whole vocabulary are too many."""
 
 
 def can_split_after_first_token(params: Any) -> bool:
-    """Return whether one engine may sample the first token and another the rest. This excludes the parameters of
-    `stateful_parameter` and of vLLM's plugins, more than `MAX_LOGPROBS` logprobs, and seeded sampling, whose tokens
-    share one sequence of random numbers."""
+    """Return whether one engine may sample the first token and another the rest. Seeded sampling does not allow it: all
+    tokens share one sequence of random numbers."""
     is_seeded = params.seed is not None and params.temperature != 0
     is_small = 0 <= (params.num_logprobs or 0) <= MAX_LOGPROBS
     return is_small and not (is_seeded or params.extra_args or stateful_parameter(params))

@@ -17,14 +17,14 @@ MIN_SECONDS, MAX_SECONDS = 0.001, 3600.0
 TTFT_UNCERTAINTY = 0.4
 """Relative uncertainty of a predicted TTFT (0.4 = +-40 %), because other requests arrive meanwhile."""
 GAP_VARIATION = 0.3
-"""Share by which the mean of several steps with a prefill chunk may be below the longest of them."""
+"""The mean of several gaps is up to this share below the longest of them."""
 MIN_MISS_DIFFERENCE = 0.05
-"""From this difference in expected SLO misses on, the misses alone decide between workers, or for remote prefill."""
+"""If the expected SLO misses of two choices differ by more than this, they alone decide."""
 OFF = "off"
 """Value of a live setting: no SLO."""
 DURATION = f"a duration with its unit, 1ms to {MAX_SECONDS:g}s, as in 500ms or 2s"
 FLEX_PREFIX = "~"
-"""Prefix of a client's name for its flex requests, which run only while no other request waits."""
+"""Prefix of a client's name for its flex requests."""
 _UNITS = {"ms": 1000.0, "s": 1.0}
 
 
@@ -101,7 +101,7 @@ def _ramp(value: float, low: float, high: float) -> float:
 
 
 def _relaxed(seconds: float | None, headers: Mapping[str, str], name: str) -> float | None:
-    """Return the longer of SLO and header, in seconds. Without an SLO, the header is ignored like an unknown one."""
+    """Return the longer of SLO and header, in seconds. Without an SLO, the header is ignored."""
     if seconds is None or (text := headers.get(name)) is None:
         return seconds
     try:

@@ -205,7 +205,7 @@ def _moment(ticks: Sequence[Tick], age: float) -> Moment:
 @lru_cache(8 * MAX_TICKS)
 def _quantiles(counts: tuple[tuple[int, ...], ...]) -> tuple[float | None, float | None]:
     """p50 and p95 of all counts, without those of older versions of pdserve, which had other buckets. Cached, because
-    each reading of the graph's state computes the last minutes again."""
+    each `graph_state` computes the last minutes again."""
     known = [each for each in counts if len(each) == len(BUCKETS) + 1]
     total = list(map(sum, zip(*known, strict=True)))
     return quantile(total, 0.5), quantile(total, 0.95)

@@ -2,7 +2,7 @@
 
 Text is one line per record, `2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: message`, with
 continuation lines for tracebacks; JSON is one object per line. vLLM configures its own processes by the file that
-VLLM_LOGGING_CONFIG_PATH names. That file uses `handler`, which reads name, format and levels from the environment.
+VLLM_LOGGING_CONFIG_PATH names. That file uses `handler`.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 from pdserve.util import clock
 
 LONGEST = 20_000
-"""Most characters of a record's message, and of its traceback; the middle of a longer one is cut out."""
+"""Maximum of characters in a message or a traceback. Of a longer one, the middle is cut out."""
 
 _CONFIG = Path(__file__).with_name("logging.json")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -83,9 +83,9 @@ def handler() -> logging.Handler:
 
 
 class RepeatFilter(logging.Filter):
-    """Limits repeated warnings and errors, so that they do not fill the disk: each line of code may, for each type of
-    exception, log one traceback in `TRACE_EVERY` seconds and `BURST` records in `BURST_SECONDS`. The next such
-    record says how many were left out."""
+    """Limits repeated warnings and errors, so that they do not fill the disk. For each type of exception, a line of code
+    may log `BURST` records in `BURST_SECONDS`, and one traceback in `TRACE_EVERY` seconds. The next record says how
+    many were left out."""
 
     TRACE_EVERY, BURST, BURST_SECONDS = 60.0, 100, 10.0
 

@@ -209,16 +209,16 @@ class SlotMetrics(Collector):
 
 class MergedPage:
     """Merges the metrics pages of several processes. Each sample gets a label `instance`, or `source` if it has an
-    `instance` of its own (router decisions). Merges text, because parsing takes twenty times as long, which would delay
-    a frontend's streams."""
+    `instance` of its own (router decisions). Merges text, because parsing takes twenty times as long and would delay
+    tokens."""
 
     def __init__(self) -> None:
         self._families: dict[str, list[str]] = {}
         """By name: the lines HELP and TYPE, then the samples."""
 
     def add(self, instance: str, page: str) -> None:
-        """Add a page, without lines that are not samples, and without families whose type differs from an earlier
-        page's, because Prometheus refuses a page with either."""
+        """Add a page. Lines that are not samples, and families of another type than on an earlier page, are left out:
+        Prometheus would refuse the merged page."""
         for family in f"\n{page}".split("\n# HELP ")[1:]:
             about, kind, *samples = family.split("\n")
             lines = self._families.setdefault(about.partition(" ")[0], [f"# HELP {about}", kind])

@@ -24,19 +24,18 @@ from pdserve.util.net import is_loopback
 END_WITHIN = 1.0
 """Seconds to send the last spans when the process ends."""
 LOG_INTERVAL = 600.0
-"""Seconds between two log lines of the same SDK logger about lost spans, at least."""
+"""Minimum of seconds between two log lines of a logger in `_LOSSES`."""
 _LOSSES = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
 """The SDK's loggers of lost spans: those that the collector refuses, and those that exceed the SDK's queue."""
 
 
 @asynccontextmanager
 async def exporting(endpoint: str, service: str, instance: str) -> AsyncIterator[Tracer]:
-    """See `exporting` of `pdserve.observe.tracing.Tracer`. The SDK's thread is abandoned after `END_WITHIN`: it would
+    """See `exporting` in `tracing.py`. The SDK's thread is abandoned after `END_WITHIN`: it would
     wait for 30 s, and its request to the collector cannot be cancelled."""
     session = requests.Session()
-    session.trust_env = not is_loopback(
-        urlsplit(endpoint).hostname or ""
-    )  # no proxy for a collector on this machine
+    # no proxy for a collector on this machine
+    session.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")
     named = OTELResourceDetector().detect().attributes
     resource = Resource.create({"service.name": service, **named, "service.instance.id": instance})
     exporter = OTLPSpanExporter(endpoint, session=session)
@@ -57,7 +56,7 @@ async def exporting(endpoint: str, service: str, instance: str) -> AsyncIterator
 
 
 class _Seldom(logging.Filter):
-    """Pass one record in `LOG_INTERVAL` seconds, since the SDK logs each lost span and batch, and each attempt."""
+    """Passes one record in `LOG_INTERVAL` seconds."""
 
     _next = float("-inf")
 

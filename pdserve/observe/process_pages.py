@@ -60,8 +60,8 @@ class ProcessPages:
 
 @contextmanager
 def serve_pages(host: str, port: int = 0) -> Iterator[ProcessPages]:
-    """Serve this process's pages from a thread, by default on a free port. Call it in the event loop of the process,
-    whose tasks the metrics count."""
+    """Serve this process's pages from a thread, by default on a free port. Call it in the process's event loop: the
+    metrics count the loop's tasks."""
     loop = asyncio.get_running_loop()
     TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
     server = _PagesServer(host, port)

@@ -1,8 +1,7 @@
 """OpenTelemetry traces: the spans of this process's part of a request (docs/traces.md lists all spans).
 
-Like receipts, spans are made of the request's hops, mostly after its end. A span with children in other processes (a
-request, and each attempt at a decode worker) is made at its start, because `Submit` and `PrefillRequest` carry its id.
-A request that is not traced or not sampled has no span (None). This module imports only OpenTelemetry's API; `otlp.py`
+Most spans are made from hops after the request's end. A span with children in other processes is made at its start,
+because messages carry its id. A request that is not traced or not sampled has no span (None). This module imports only OpenTelemetry's API; `otlp.py`
 imports the SDK, if there is a collector.
 """
 

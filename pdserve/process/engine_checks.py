@@ -1,9 +1,9 @@
 """A worker's checks of its engine: KV blocks against the plan, a self-test before the worker is announced, and a watch
 for stalls and hangs.
 
-An engine that hangs (stopped, or deadlocked in a lock or a kernel) looks alive from outside: its process exists, and
-the worker keeps its heartbeats and lease. After 2 s it is stalled, and its worker gets no new requests until it works
-again; after 30 s it is killed (docs/decisions/0098-stalled-workers.md)."""
+An engine that hangs looks alive from outside: its process exists, and the worker keeps its heartbeats and lease. After
+2 s the engine is stalled, and its worker gets no new requests. After 30 s it is killed
+(docs/decisions/0098-stalled-workers.md)."""
 
 import asyncio
 import logging
@@ -28,11 +28,10 @@ PROBE_INTERVAL = 0.5
 STALLS_AFTER = 2.0
 """Seconds without a reply, with almost no CPU time and with idle GPUs, after which an engine is stalled."""
 HANGS_AFTER = 30.0
-"""Seconds without a reply, with almost no CPU time, after which an engine is killed. Engines reply between two steps.
-A step may take longer (a long prompt on a CPU, a kernel that is compiled), but uses CPU time."""
+"""Seconds without a reply, with almost no CPU time, after which an engine is killed. Engines reply between two steps. A
+longer step uses CPU time."""
 SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
-"""Seconds without a reply after which an engine is killed even if it uses CPU time: vLLM's own bound for a step, which
-vLLM enforces only if its worker has a process of its own."""
+"""Seconds without a reply after which an engine is killed even if it uses CPU time: vLLM's own bound for a step."""
 BUSY = 0.1
 """Share of a core that counts as work; an idle vLLM engine on the CPU uses 0.03."""
 TICK = 0.25
@@ -183,8 +182,8 @@ def _idle(used: Sequence[float], seconds: float) -> bool:
 
 
 async def watch_side_channel(engine: Engine) -> None:
-    """Probe a prefill engine's side channel. Raises EngineDead after `MAX_UNREACHED` probes without a reply, because
-    decode engines then cannot read the KV, and only a new process is sure to have a working side channel."""
+    """Probe a prefill engine's side channel. Raises EngineDead after `MAX_UNREACHED` failures in a row: decode engines
+    then cannot read the KV."""
     failures = 0
     while True:
         await asyncio.sleep(REACH_INTERVAL)

@@ -12,7 +12,7 @@ WEIGHT = 0.2
 FAR_OFF = 3.0
 """Factor from the mean beyond which a measurement is a change of speed or an outlier, not noise."""
 MAX_ROW = 8
-"""Most prompts that are measured together, in prompts of average length."""
+"""Maximum length of a row of prompts (`PrefillSpeed`), in prompts of average length."""
 MIN_MEASURED_TOKENS = 256
 """Fewest tokens of a measurement: with fewer, the fixed cost of a step dominates."""
 HALF_LIFE = 10.0
@@ -75,7 +75,7 @@ class PrefillSpeed:
 
 def decayed(value: float | None, age: float, other: float | None) -> float | None:
     """Move a value that was measured `age` seconds ago towards `other`, the time of the alternative path, if the value
-    is worse. The measured path may have become faster, and only another try shows that. A better value stays."""
+    is worse: the measured path may have become faster, and only another try shows that."""
     if value is None or other is None or value <= other:
         return other if value is None else value
     return other + (value - other) * float(0.5 ** (age / HALF_LIFE))

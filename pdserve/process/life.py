@@ -43,7 +43,7 @@ BEAT = 1.0
 FAILED_WITHIN = 15.0
 """Seconds for a failed service to send its last messages and end its engine processes."""
 END_WITHIN = 1.0
-"""Most seconds from the end of a role's work to the end of its process."""
+"""Seconds for which a process may still run after the end of its work."""
 
 
 class Service(ABC):
@@ -92,8 +92,8 @@ class Service(ABC):
             raise
 
     async def run(self) -> None:
-        """Return after `stop` and the drain. Raises EngineDead, after `engine_died`, and other errors of the parts as a
-        group. No background task outlives it."""
+        """Serve until `stop`, then drain. Raises EngineDead after a call of `engine_died`, and other errors as a group.
+        No background task outlives it."""
         async with process_owner(), AsyncExitStack() as stack:
             await self.start(stack)
             if endpoint := self._config.otlp_endpoint:
@@ -144,8 +144,8 @@ class Service(ABC):
 
     @abstractmethod
     def permanent(self) -> Mapping[str, Work]:
-        """Work that never ends, not even during the drain; by name. It is restarted when it fails or returns; only
-        EngineDead ends the service."""
+        """By name: work that goes on until the drain is over. It is restarted when it fails or returns; only EngineDead
+        ends the service."""
 
     async def warm_up(self) -> None:
         """Prepare for the first request."""
@@ -217,7 +217,7 @@ async def live(config: Config, slot: Slot, beat: Beat | None = None) -> None:
 
 
 async def send_heartbeats(service: Service, beat: Beat) -> None:
-    """Call `beat` every `BEAT` seconds while the event loop works and the engine does not hang."""
+    """Call `beat` with the service's phase every `BEAT` seconds while it has no fault."""
     while True:
         if not service.fault:
             beat(DRAINS if service.draining else STARTS if service.unready() else SERVES)
@@ -225,9 +225,9 @@ async def send_heartbeats(service: Service, beat: Beat) -> None:
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:
-    """Run the service. The first signal of `STOPPERS` drains it, or ends it at once if it is not ready or has
-    failed; the second ends it at once. Threads may still run after that. Raises the service's errors, and PdserveError
-    if the service failed but does not end."""
+    """Run the service. The first signal of `STOPPERS` drains it. The second ends it at once, and so does the first if
+    the service is not ready or has failed. Raises the service's errors, and PdserveError if the service failed but does
+    not end."""
     life = asyncio.create_task(service.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())

@@ -3,9 +3,8 @@
 Node rank 0 is the leader, which has the engine core and registers as the worker; followers only have ranks of the
 engine. vLLM itself waits half an hour for a host that never starts, and for ever for a lost one (vllm#32136, #48720).
 
-The leader registers and waits for a follower of each node rank; a follower joins a waiting leader. The leader then
-chooses the followers, and all start their ranks; other followers wait for another leader. When a host is lost, the
-worker ends on all hosts. systemd, Slurm or Kubernetes restarts its processes, which meet again at another port."""
+The leader registers and waits until a follower of each node rank has joined it. It then chooses the followers, and all
+start their ranks. When a host is lost, the worker ends on all hosts. systemd, Slurm or Kubernetes restarts the worker."""
 
 import asyncio
 import logging
@@ -35,8 +34,8 @@ GROUP_VARIABLE = "PDSERVE_NODE_GROUP"
 """Environment variable with a text that only the hosts of one worker share; without it, a leader takes any followers of
 its slot."""
 LOST_AFTER = 5.0
-"""Seconds without its record after which a process counts as lost. If only its lease expired, because its host was slow
-or etcd unreachable, the process registers again within two or three seconds."""
+"""Seconds without a record after which a process counts as lost. A live process whose lease has expired registers again
+within two or three seconds."""
 LOST_AFTER_AT_START = 30.0
 """`LOST_AFTER` while engines start, because imports and forks may stop a process for many seconds."""
 TICK = 0.5

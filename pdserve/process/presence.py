@@ -38,17 +38,17 @@ from pdserve.util.ticks import until_tick
 logger = logging.getLogger(__name__)
 
 WARM_UP_WITHIN = 5.0
-"""Most seconds of warm-ups with other workers before a worker is announced."""
+"""Maximum of seconds for warm-ups before a worker is announced."""
 MAX_PAIRS = 16
-"""Workers of the other role that a decode worker warms up with, at most: with hundreds of workers, all pairs would be
-too many handshakes. Any other pair shakes hands at its first request."""
+"""Maximum of prefill workers with which a decode worker warms up: among hundreds of workers, all pairs would be too
+many handshakes."""
 INTERVAL = 1.0
 """Seconds between two checks of `queue_lost` and `stalled`."""
 
 
 def new_instance_id(slot: Slot) -> str:
-    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, so no worker expects its KV from before the
-    restart. The boot id comes from the supervisor, if there is one."""
+    """`<role>-<index>-<boot id>`: a restarted process is a new instance. The boot id comes from the supervisor, if there
+    is one."""
     return instance_id(slot.name, os.environ.get(BOOT_VARIABLE) or new_boot())
 
 
@@ -104,8 +104,8 @@ def _settings(config: Config, role: Role) -> dict[str, str]:
 
 
 def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterable[ModelCard]) -> ModelCard:
-    """The card of a decode worker, with all engine arguments, of which frontends use some. The context length is the
-    engine's, and a chat template in a file is replaced by its text. `others`: the registered cards of the same name."""
+    """The card of a decode worker. The context length is the engine's, and a chat template's text replaces its file.
+    `others`: the registered cards of the same name."""
     assert config.decode is not None
     arguments = dict(config.decode.engine_args)
     arguments["max-model-len"] = facts.max_model_len
@@ -171,7 +171,7 @@ class Presence:
         self._card = card
 
     async def wait_until_compatible(self) -> None:
-        """Wait until no process is registered whose wire version differs by more than 1. Meanwhile `pdserve status`
+        """Wait until this build understands every registered process (`is_compatible`). Meanwhile `pdserve status`
         lists this process as refused."""
         slot = SlotState(self.instance.id, self.instance.role, self.instance.host, REFUSED)
         async with RegistryView(self._registry, keys.INSTANCES) as view:
@@ -186,8 +186,8 @@ class Presence:
             await self._registry.delete(keys.slot(slot))
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
-        """Register the worker as a newcomer: it does not serve yet, and only workers of the other role warm up with it.
-        Then run `warm`, its own warm-ups with them, for at most `WARM_UP_WITHIN` seconds, since any of them may hang.
+        """Register the worker as a newcomer, so that workers of the other role warm up with it. Then run `warm`, its own
+        warm-ups with them. All this takes at most `WARM_UP_WITHIN` seconds.
 
         Of two workers that start together, at least one sees the other, because each first waits for its own record."""
         self._newcomer = True

@@ -12,12 +12,11 @@ _HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.
 STOPPERS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
 """From a supervisor, from Ctrl-C, and from a closed terminal (unless `nohup` made this process ignore that signal)."""
 SUPERVISOR_DIED = signal.SIGUSR1
-"""From the kernel when the supervisor ends. It ends a role that still starts and has no handler yet; a ready role waits
-for SIGTERM from the supervisor's guardian."""
+"""The kernel sends it when the supervisor ends. It ends a role that has no handler yet, because it still starts. Other
+roles wait for SIGTERM from the guardian."""
 SAME_STOP = 0.2
 """Seconds within which further signals belong to the same stop. The command `timeout` signals its child and then its
-group. uvloop 0.21 delivers a signal twice if another one came shortly before, such as SUPERVISOR_DIED before the
-guardian's SIGTERM (measured: 5 % of such pairs)."""
+group. uvloop 0.21 may deliver a signal twice if another one came shortly before."""
 ENGINE_KILLED = 128 + signal.SIGKILL
 """Exit code of a role whose engine was killed from outside, such as by the kernel for lack of memory."""
 STARTS, SERVES, DRAINS = b"starts", b"serves", b"drains"

@@ -1,5 +1,5 @@
 """The LoRA adapters of a worker: those of its file, and those that frontends load and unload at run time through the
-registry. The worker's record lists its adapters, by which frontends route requests."""
+registry. The worker's record lists them, for the routing in frontends."""
 
 import asyncio
 import logging
@@ -26,12 +26,12 @@ RETRY_AFTER = 30.0
 HIDDEN = "it is unloaded, or another adapter is loaded under its name"
 """Problem of an adapter that the worker's file names, and that clients cannot use any more."""
 MAX_PROBLEM = 500
-"""Characters of a problem, which is part of the worker's record."""
+"""Maximum of characters in a problem: it is part of the worker's record."""
 
 
 class WorkerAdapters:
     """Loads and unloads the adapters of a worker's engine. An unloaded adapter stays in the engine until another one
-    needs its slot, so that requests that use it can finish here, or migrate to this worker."""
+    needs its place, so that its requests can finish here or migrate to this worker."""
 
     def __init__(
         self, engine: Engine, engine_args: Mapping[str, object], model: str, registry: Registry
@@ -92,9 +92,8 @@ class WorkerAdapters:
             self._tried = time.monotonic()
         for key, adapter in wanted.items():
             before = self._loaded.get(key)
-            is_first_load = (
-                not adapter.id and adapter.asked != FROM_FILE
-            )  # not retried: its frontend reports the failure to the client
+            # a failed first load is not retried: its frontend reports the failure to the client
+            is_first_load = not adapter.id and adapter.asked != FROM_FILE
             if before is None or (may_retry and before.problem and not is_first_load):
                 loaded = await self._load_one(replace(adapter, model=""), wanted)
                 self._loaded[key] = loaded

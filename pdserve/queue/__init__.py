@@ -36,8 +36,8 @@ async def check(nats: str, credentials: Credentials | None = None, of_cluster: b
 
 
 async def server_info(nats: str) -> dict[str, Any]:
-    """Return the INFO message of the NATS server at this URL, which is sent before TLS and must not be trusted. Raises
-    OSError, also if the server is not NATS."""
+    """Return a NATS server's INFO message. The server sends it before TLS: do not trust it. Raises OSError, also if the
+    server is not NATS."""
     try:
         at = urlsplit(nats)
         reader, writer = await asyncio.open_connection(at.hostname, at.port or 4222)

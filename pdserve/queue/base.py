@@ -48,12 +48,11 @@ class Delivery:
 
 
 class PrefillQueue(Lifetime):
-    """A process's connection to the queue of one model. While the server is away, methods raise QueueUnavailable unless
-    they say otherwise, and iterators stay open and continue when it is back. The queue reconnects in the background,
-    and entering does not fail while the server is away."""
+    """A process's connection to the queue of one model. It reconnects in the background. While the server is away,
+    entering succeeds, iterators wait, and methods raise QueueUnavailable unless they say otherwise."""
 
     max_payload: int = 1 << 20
-    """most bytes of a message, as the server last reported; before that NATS' default"""
+    """maximum size of a message in bytes, as the server last reported"""
 
     @abstractmethod
     def bind(self, fingerprint: str) -> None:
@@ -72,8 +71,8 @@ class PrefillQueue(Lifetime):
     @property
     @abstractmethod
     def stored(self) -> int:
-        """Number of requests queued and not yet delivered, known without asking the server. Requests past their
-        deadline count for some seconds at most."""
+        """Number of requests queued and not yet delivered, known without asking the server. Requests may count for
+        some seconds after their deadline."""
 
     @property
     @abstractmethod
@@ -83,16 +82,14 @@ class PrefillQueue(Lifetime):
     @property
     @abstractmethod
     def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
-        """By prefill worker's id: the load that it sent last, and the monotonic time of its arrival. The load may be
-        off by `reports.BACKLOG_ERROR`, and by what the worker has pulled since. Workers that have ended may stay for a
-        while."""
+        """By prefill worker's id: the load that it sent last, and the monotonic time of its arrival. Workers that have
+        ended may stay for a while."""
 
     # decode side
 
     @abstractmethod
     def hold(self, requests: int) -> None:
-        """Report that this process holds back `requests` requests. Other processes hear it within some 100 ms, and
-        count the requests until the next report, or until no report has come for some seconds."""
+        """Report that this process holds back `requests` requests. Other processes hear it within some 100 ms."""
 
     @abstractmethod
     async def publish(self, request: PrefillRequest) -> None:
@@ -125,8 +122,8 @@ class PrefillQueue(Lifetime):
 
     @abstractmethod
     async def expect_addressed(self, instance: str) -> None:
-        """Listen for the requests that `address` sends to prefill worker `instance`. This worker gets those that
-        are sent after the return. Does not fail while the server is away; the worker then listens when it is back."""
+        """Listen for the requests that `address` sends to prefill worker `instance` after the return. Does not fail
+        while the server is away: then listening begins when the server is back."""
 
     @abstractmethod
     def addressed(self, instance: str) -> AsyncIterator[PrefillRequest]:

@@ -1,8 +1,8 @@
-"""The depth of the prefill queue, which a process computes without asking the server, and the load of prefill workers.
+"""Computes the depth of the prefill queue without asking the server.
 
-The stream numbers the stored requests: 1, 2, 3, … A decode worker learns the sequence numbers of its own requests when
-they are stored, and the queue state when they are pulled. Prefill workers broadcast this state only if
-others need it (`reports.py`). Without a broadcast, other processes' requests count as pulled.
+The JetStream stream numbers the requests: 1, 2, 3, … A decode worker learns the numbers ("sequences") of its own
+requests when they are stored, and the queue state when they are pulled. Prefill workers broadcast this state only if
+others need it (`reports.py`). Without a broadcast, requests of other processes may count as pulled.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,8 +43,7 @@ class QueueDepth:
         return replace(self, own=self.own | {sequence})
 
     def reported(self, state: QueueState) -> "QueueDepth":
-        """Update for a prefill worker's pull. A report with a lower sequence than the known one is late, or of a
-        redelivery, and is ignored."""
+        """Update for a prefill worker's pull. A report of an earlier pull, or of a redelivery, is ignored."""
         end = state.delivered_seq + state.pending
         if (state.delivered_seq, end) < (self.delivered, self.end):
             return self

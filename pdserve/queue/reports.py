@@ -1,9 +1,8 @@
 """Decides when a prefill worker broadcasts its queue state. Pure: callers pass the time.
 
-The decode worker whose request was pulled gets the state with `PrefillStarted`. Others need the state only
-if it changes their decisions. So a report is sent `interval` seconds after a pull, and only if the queue, or the
-worker's backlog or speed, is then not what others expect. A prompt that is done by then is never reported. With many
-active prefill workers, the interval is longer (`MAX_RATE`). See docs/decisions/0126-reports-at-a-bounded-rate.md."""
+The decode worker whose request was pulled gets the state with `PrefillStarted`. The prefill worker reports it to all
+others `interval` seconds after the pull, if the queue or the worker's backlog or speed is then not what they expect
+(docs/decisions/0126-reports-at-a-bounded-rate.md)."""
 
 from msgspec.structs import replace
 
@@ -11,17 +10,17 @@ from pdserve.contract.messages import PrefillLoad, QueueState
 from pdserve.util.lru import LruDict
 
 INTERVAL = 0.1
-"""Seconds from a pull to its report, and between two reports of a worker, at least."""
+"""Minimum of seconds from a pull to its report, and between two reports of a worker."""
 MAX_RATE = 50.0
-"""Most reports per second of all prefill workers together, approximately."""
+"""Approximate maximum of reports per second of all prefill workers together."""
 BACKLOG_ERROR = 0.05
 """Seconds by which decode workers may be wrong about a prefill worker's backlog."""
 SPEED_ERROR = 0.25
 """Share by which decode workers may be wrong about a prefill worker's seconds per token."""
 ACTIVE = 5.0
-"""Seconds for which a prefill worker counts after its last report, and a decode worker after a pull of its prompt."""
+"""Seconds for which a prefill worker is active after a report, and a decode worker after a pull of its prompt."""
 MAX_WORKERS = 1000
-"""Most prefill workers that are remembered, and as many decode workers."""
+"""Maximum of remembered workers of each role."""
 
 
 def backlog(load: PrefillLoad, age: float) -> float:
@@ -55,10 +54,10 @@ class StateReports:
         return max(INTERVAL, active / MAX_RATE)
 
     def next(self, state: QueueState, now: float) -> QueueState | None:
-        """Return the report of `state`, which is this worker's own after a pull; None if decode workers do not need it.
-        Until the next report, a decode worker subtracts the passing time from the backlog, but does not hear of prompts
-        that this worker pulls for other decode workers. So half an interval of work is added, times the share of the
-        other decode workers."""
+        """Return the report of this worker's `state` after a pull; None if decode workers do not need it.
+
+        Until the next report, a decode worker does not hear of prompts that the worker pulls for others. So half an
+        interval of work is added, times the share of the other decode workers."""
         load, asking = state.load, sum(at > now - ACTIVE for at in self._asking.values())
         if load.tokens and load.token_seconds and asking > 1:
             more = self.interval(now) / 2 * (1 - 1 / asking)
@@ -66,8 +65,8 @@ class StateReports:
         return state if self._queue_moved(state, now) or self._load_changed(state, now) else None
 
     def _queue_moved(self, state: QueueState, now: float) -> bool:
-        """Whether a prompt was pulled since the last report of the queue, and prompts wait now or did then. False for
-        `INTERVAL` seconds after that report."""
+        """Whether a prompt was pulled since the last report of the queue, at least `INTERVAL` seconds ago, and prompts
+        wait now or did then."""
         moved = state.delivered_seq > self._queue.delivered_seq and (state.pending or self._queue.pending)
         return bool(moved) and now - self._queue_at >= INTERVAL
 

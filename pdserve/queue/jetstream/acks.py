@@ -1,5 +1,5 @@
-"""Acks of delivered requests, each repeated until the server confirms it, or `_MAX_SENDS` times. Acks get lost when the
-server dies or the consumer has no leader, and a lost ack would make another worker compute a finished request again."""
+"""Acks of delivered requests. Each is repeated until the server confirms it, because a lost ack would make another
+worker compute a finished request again."""
 
 import secrets
 from contextlib import suppress

@@ -25,8 +25,7 @@ T = TypeVar("T")
 
 
 async def cancellable(call: Awaitable[T]) -> T:
-    """Await a call of nats-py and raise CancelledError if the task was cancelled, because nats-py sometimes swallows a
-    cancellation, and so does `wait_for` before Python 3.12."""
+    """Await a call of nats-py. Raises CancelledError if the task was cancelled; nats-py alone may swallow that."""
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     try:
@@ -43,7 +42,7 @@ class GraphClient(Client):
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         super().__init__()
         self.url = strip_passwords(url)
-        """for messages"""
+        """for logs and errors"""
         self.server = url
         self.tls = tls
 

@@ -186,7 +186,7 @@ class NatsConnection(Lifetime):
             await cancellable(self.client().publish(subject, payload, reply))
 
     async def _keep_client(self, tried: "asyncio.Future[None]") -> None:
-        """Connect a client, and close it when it is lost."""
+        """Connect a client, and close it when it is lost or cannot connect."""
         client, leaving = GraphClient(next(self._servers), self._tls), False
         try:
             await self._use(client, tried)

@@ -115,9 +115,9 @@ class PullConsumer:
         replies: "asyncio.Queue[Msg | None]",
         messages: list[Msg],
     ) -> None:
-        """Abandon a request and give its messages, also those still arriving, to another worker. nats-py may send a
-        first ping before the UNSUB: that of `flush`. The ping of `drain` comes after it, and proves that the server has
-        the UNSUB."""
+        """Abandon a request and give its messages, also those still arriving, to another worker. nats-py may send the
+        ping of `flush` before the UNSUB. The ping of `drain` comes after it: its answer proves that the server has the
+        UNSUB."""
         with suppress(nats.errors.Error, QueueUnavailable, TimeoutError):
             async with asyncio.timeout(ABANDON_TIMEOUT):
                 await client._send_unsubscribe(subscription._id)

@@ -1,5 +1,5 @@
-"""Publishes a request to the JetStream stream exactly once: retries if that may help, and cancels a request that may
-have been stored although the publish failed."""
+"""Publishes requests to the JetStream stream. Retries if that may help, and cancels a request that may have been stored
+although publishing it failed."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ from pdserve.queue.jetstream.stream import STREAM_FULL
 from pdserve.util.errors import QueueFull, QueueUnavailable
 
 WITHDRAW_FOR = 30.0
-"""Most seconds for which the cancellation of a request that may have been stored is repeated."""
+"""Maximum of seconds for which a cancellation is repeated."""
 LEADER_CHANGE_PAUSE = 0.1
 """Seconds between two attempts while the stream changes its leader."""
 MIN_TIMEOUT = 0.1
@@ -90,8 +90,8 @@ class Publisher:
         return await self._connection.client_until(ends)
 
     async def withdraw_unsure(self, client: Client, notices: str) -> None:
-        """Cancel the unconfirmed requests, which this process treats as failed. This is repeated, because after an
-        outage prefill workers may reconnect later than this process."""
+        """Cancel the unconfirmed requests. Call it repeatedly, because prefill workers may reconnect later than this
+        process."""
         now = time.monotonic()
         self._unsure = {request: until for request, until in self._unsure.items() if until > now}
         if self._unsure:

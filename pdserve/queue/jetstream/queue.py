@@ -63,7 +63,7 @@ from pdserve.util.ticks import tick
 logger = logging.getLogger(__name__)
 
 _MAX_CANCELLED = 20_000
-"""Most remembered ids of cancelled requests."""
+"""Maximum of remembered ids of cancelled requests."""
 
 
 class JetStreamQueue(PrefillQueue):
@@ -188,8 +188,8 @@ class JetStreamQueue(PrefillQueue):
         self._synced_at = time.monotonic()
 
     async def _resync(self) -> None:
-        """Ask the server for the depth while no prefill worker reports it: prefill workers do not report requests that
-        the server dropped. Also repeat acks, and restore the stream's configuration."""
+        """Repeat acks and cancellations, and restore the stream's configuration. Ask the server for the depth while no
+        prefill worker reports it: they do not report requests that the server dropped."""
         while True:
             await tick(self._limits.resync)
             if not self.connected:

@@ -43,7 +43,7 @@ MEASURE_EVERY = 30.0
 """Seconds between two measurements of the server's clock, which may be set at any time."""
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _MAX_TOKEN = 120
-"""Most characters of a token, because stream names become folder names."""
+"""Maximum of characters in a token: stream names become folder names."""
 
 
 # names
@@ -122,9 +122,9 @@ class StreamLimits:
     max_deliver: int = 5
     """deliveries without an ack after which a request is dropped, because it seems to kill its workers"""
     bound: int = 1000
-    """most requests in the stream, including those being computed"""
+    """maximum of requests in the stream, including those being computed"""
     max_bytes: int = 256 << 20
-    """most bytes of all requests, which are in the server's memory"""
+    """maximum of bytes of all requests, which are in the server's memory"""
     max_age: float = 600.0
     """seconds; longer than any useful deadline"""
     publish_timeout: float = 1.0
@@ -197,7 +197,7 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
         "duplicate_window": min(120.0, limits.max_age),
         "no_ack": False,
         "sealed": False,
-        # a sealed stream has both set; a worker that read its settings may write them into the stream that replaces it
+        # both are set in a sealed stream; another worker may copy them into the stream that replaces it
         "deny_delete": False,
         "deny_purge": False,
     }
@@ -259,7 +259,7 @@ async def _replicate(js: JetStreamContext, current: StreamConfig, replicas: int)
 async def _apply(
     call: Callable[..., Awaitable[object]], config: StreamConfig, settings: dict[str, Any]
 ) -> None:
-    """Create or update a stream, without max_bytes if the server cannot reserve it: the server's limit is lower."""
+    """Create or update a stream, without max_bytes if the server cannot reserve so many."""
     try:
         await call(config, **settings)
     except nats.js.errors.Error as error:
