@@ -83,9 +83,9 @@ def handler() -> logging.Handler:
 
 
 class RepeatFilter(logging.Filter):
-    """Limits repeated warnings and errors, so that they do not fill the disk. For each type of exception, a line of code
-    may log `BURST` records in `BURST_SECONDS`, and one traceback in `TRACE_EVERY` seconds. The next record says how
-    many were left out."""
+    """Limits repeated warnings and errors, so that they do not fill the disk. For each type of exception, a line of
+    code may log `BURST` records in `BURST_SECONDS`, and one traceback in `TRACE_EVERY` seconds. The next record says
+    how many were left out."""
 
     TRACE_EVERY, BURST, BURST_SECONDS = 60.0, 100, 10.0
 

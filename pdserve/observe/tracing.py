@@ -1,9 +1,8 @@
 """OpenTelemetry traces: the spans of this process's part of a request (docs/traces.md lists all spans).
 
 Most spans are made from hops after the request's end. A span with children in other processes is made at its start,
-because messages carry its id. A request that is not traced or not sampled has no span (None). This module imports only OpenTelemetry's API; `otlp.py`
-imports the SDK, if there is a collector.
-"""
+because messages carry its id. A request that is not traced or not sampled has no span (None). This module imports only
+OpenTelemetry's API; `otlp.py` imports the SDK, if there is a collector."""
 
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence

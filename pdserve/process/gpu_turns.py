@@ -17,8 +17,8 @@ RETRY_INTERVAL = 0.1
 
 @asynccontextmanager
 async def gpu_turns(gpus: Iterable[int], folder: Path) -> AsyncIterator[None]:
-    """Lock these GPUs for the start of an engine, by files in the state directory `folder`. The kernel unlocks them when
-    the process dies."""
+    """Lock these GPUs for the start of an engine, by files in the state directory `folder`. The kernel unlocks them
+    when the process dies."""
     with ExitStack() as held:
         for gpu in sorted(gpus):  # the same order in all processes prevents deadlocks
             await _lock(folder / f"gpu-{gpu}.lock", held)

@@ -4,7 +4,8 @@ Node rank 0 is the leader, which has the engine core and registers as the worker
 engine. vLLM itself waits half an hour for a host that never starts, and for ever for a lost one (vllm#32136, #48720).
 
 The leader registers and waits until a follower of each node rank has joined it. It then chooses the followers, and all
-start their ranks. When a host is lost, the worker ends on all hosts. systemd, Slurm or Kubernetes restarts the worker."""
+start their ranks. When a host is lost, the worker ends on all hosts. systemd, Slurm or Kubernetes restarts the
+worker."""
 
 import asyncio
 import logging

@@ -47,8 +47,8 @@ INTERVAL = 1.0
 
 
 def new_instance_id(slot: Slot) -> str:
-    """`<role>-<index>-<boot id>`: a restarted process is a new instance. The boot id comes from the supervisor, if there
-    is one."""
+    """`<role>-<index>-<boot id>`: a restarted process is a new instance. The boot id comes from the supervisor, if
+    there is one."""
     return instance_id(slot.name, os.environ.get(BOOT_VARIABLE) or new_boot())
 
 
@@ -186,8 +186,8 @@ class Presence:
             await self._registry.delete(keys.slot(slot))
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
-        """Register the worker as a newcomer, so that workers of the other role warm up with it. Then run `warm`, its own
-        warm-ups with them. All this takes at most `WARM_UP_WITHIN` seconds.
+        """Register the worker as a newcomer, so that workers of the other role warm up with it. Then run `warm`, its
+        own warm-ups with them. All this takes at most `WARM_UP_WITHIN` seconds.
 
         Of two workers that start together, at least one sees the other, because each first waits for its own record."""
         self._newcomer = True

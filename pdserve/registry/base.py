@@ -23,10 +23,8 @@ class Registry(Lifetime):
     """A process's connection to the registry. Entering takes a lease, leaving revokes it. Entering raises
     RegistryUnavailable if no server answers within a few seconds, unless the registry is `patient`.
 
-    During an outage, `put` and `delete` of leased keys are remembered and applied when the server is back (for each key
-    only the latest), and watches stay open and silent. After the outage the leased keys exist again, under a new lease
-    if the old one has expired, and every watch yields the differences, deletions included. `connected` shows the
-    outage.
+    During an outage, watches are silent, and `put` and `delete` of leased keys take effect when the server is back.
+    Then the leased keys exist again, and every watch yields what has changed.
 
     A leased key exists until its process deletes it or ends. It is written again if another process deletes it,
     overwrites it, or revokes its lease.
@@ -46,16 +44,15 @@ class Registry(Lifetime):
 
     @abstractmethod
     async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
-        """Write a key. The write of a leased key is repeated until the server accepts it. That of an unleased key
-        (a setting) raises RegistryUnavailable during an outage, if the server refuses the value, and if this process no
-        longer owns the key `holding`, which it created."""
+        """Write a key. For a leased key, this is repeated until the server accepts it. For an unleased key, it raises
+        RegistryUnavailable if the server does not accept it at once, or if this process has lost the key `holding`,
+        which it created."""
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> bool:
-        """Atomically write a leased key unless it exists. Of concurrent calls in any processes, exactly one returns
-        True. The process owns the key until it deletes the key, or its lease expires during an outage. The key is never
-        written again. Raises RegistryUnavailable during an outage, and if the server refuses the value. The key then
-        does not exist, or not for long."""
+        """Atomically create a leased key; return False if it exists. The process owns the key until it deletes the key,
+        or its lease expires during an outage: this key is not written again. Raises RegistryUnavailable if the server
+        does not accept it at once; the key then does not exist, or not for long."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:

@@ -2,9 +2,8 @@
 
 An EtcdSession is a connection with a lease (`etcd_session.py`). When a call fails or the server is silent, the session
 ends and a new one connects, to the next member of a cluster, with the same lease if it is still alive. The new session
-then writes each of this process's keys that is missing under the lease. This is the only way to recover. A key that
-exists is not written again, because all watchers get each write: after an outage, a thousand processes would write to
-a thousand watchers.
+then writes those of this process's keys that are missing under the lease. It does not write existing keys again,
+because every watcher gets every write.
 
 Each process watches its own keys, and writes a key again that another client deletes or changes.
 """
@@ -27,7 +26,7 @@ from pdserve.util.net import split_servers
 logger = logging.getLogger(__name__)
 
 LEASE_TTL = 10
-"""Seconds after a process's last sign of life until its keys expire; a process that stops deletes them itself."""
+"""Seconds from a process's last sign of life until its keys expire."""
 CONNECT_TIMEOUT = 10.0
 PATIENT_LOG_AFTER = 1.0
 """Seconds after which a patient registry logs that it waits for a server."""

@@ -71,7 +71,8 @@ class TlsClient(aetcd.Client):  # type: ignore[misc]
 
 
 class EtcdSession:
-    """A channel and a lease. Any method may raise SessionLost, and has then ended the session (`watch`: not always)."""
+    """A channel and a lease. Any method may raise SessionLost. The session has then ended; after `watch`, not
+    always."""
 
     def __init__(
         self, endpoint: tuple[str, int], ttl: int, tls: grpc.ChannelCredentials | None = None
@@ -131,7 +132,7 @@ class EtcdSession:
         return _Lease(key.encode()) == self.lease
 
     async def read(self, root: str, *prefixes: str) -> tuple[dict[str, bytes], int]:
-        """Return the values by key without the root, and the revision after which a watch misses no change."""
+        """Return the values by key (without the root), and the revision after which a watch misses no change."""
         values, revisions = dict[str, bytes](), []
         for prefix in prefixes:
             read = await self._call(self._client.get_prefix((root + prefix).encode()))
@@ -140,8 +141,8 @@ class EtcdSession:
         return values, min(revisions)
 
     async def keep_alive(self) -> None:
-        """Keep the lease alive until SessionLost. A read is always pending on the stream, which notices a broken
-        connection at once. A missing reply reveals a server that hangs."""
+        """Keep the lease alive until SessionLost. A pending read notices a broken connection at once. A missing reply
+        reveals a server that hangs."""
         call = self._client.leasestub.LeaseKeepAlive()
         failed = asyncio.create_task(self.lost.wait())
         answer = asyncio.create_task(self._call(call.read()))

@@ -17,7 +17,7 @@ LOADING = "loading/"
 CLAIMS = "claims/"
 """Locks on adapter names, under the frontend's lease, because a name is unique among all models."""
 FILE = "file"
-"""Path of the graph's YAML file, for which the live settings were set, if `serve` runs its own etcd."""
+"""If `serve` runs its own etcd: path of the YAML file for which the live settings were set."""
 
 
 def instances(role: Role) -> list[str]:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 FIRST_READ_TIMEOUT = 5.0
 MIN_PAUSE = 0.05
-"""Seconds between two yields of `changes`, at least."""
+"""Minimum of seconds between two yields of `changes`."""
 
 
 class Snapshot(NamedTuple):
@@ -75,8 +75,7 @@ class RegistryView(Lifetime):
         """by model and role: number of lost processes that another has replaced"""
         self._lost: dict[str, tuple[Instance, float, int]] = {}
         """by id: a process whose lease ended while it was not draining, the monotonic time of that end, and the number
-        of processes of its model and role before that. The process counts as replaced when there are as many again.
-        Ids cannot tell, because a new pod has another id and address"""
+        of processes of its model and role before that. The process counts as replaced when there are as many again"""
         self._cached: dict[tuple[Role | None, str | None], list[Instance]] = {}
         """results of `instances` until the next change"""
         self._changed = asyncio.Condition()
@@ -181,8 +180,8 @@ class RegistryView(Lifetime):
             await self._changed.wait_for(lambda: self.version != version)
 
     async def _follow(self) -> None:
-        """Apply the changes. The first list has all present keys. If this runs again after an error, instances that are
-        missing there were lost in between."""
+        """Apply the changes. The first list has all present keys. If this runs again after an error, known instances
+        that are not in the first list were lost meanwhile."""
         before: dict[str, Instance] | None = dict(self._instances)
         async for changes in self._registry.watch(*self._prefixes):
             if before is not None:

@@ -8,8 +8,8 @@ checks it). A task that the next lines await may be made anywhere.
 `TaskOwner` holds the tasks of an object, `process_owner` those of a process. `Lifetime` is the base class of objects
 that are entered with `async with`.
 
-Two errors are never swallowed, because a task that swallows one runs for ever: a cancellation, which is repeated until
-the task ends, and EngineDead, also inside an exception group (docs/decisions/0097).
+Two errors are never swallowed: EngineDead, also inside an exception group, and a cancellation, which is repeated until
+the task ends (docs/decisions/0097).
 """
 
 import asyncio
@@ -35,7 +35,7 @@ CANCEL_INTERVAL = 2.0
 """Seconds between two cancellations of a task that should stop, because an error in a `finally` block or a library may
 have swallowed the first."""
 _MAX_LOGGED = 100
-"""Distinct failures of one task that are logged."""
+"""Maximum of distinct failures of a task that are logged."""
 
 T = TypeVar("T")
 Work = Callable[[], Awaitable[None]]
@@ -142,8 +142,8 @@ async def forever(
     """Run `work` until cancelled, and restart it with a back-off when it fails. Each distinct failure is logged once;
     all are counted. Raises EngineDead if `work` does, because the process must end.
 
-    A return of `work` counts as a failure. Exceptions: with `until_done` this returns too; with `again_after`, `work`
-    (such as the life of one connection) runs again after that many seconds."""
+    A return of `work` counts as a failure, except in two cases: with `until_done`, this returns, too; with
+    `again_after`, `work` runs again after that many seconds."""
     seen: set[str] = set()
     pause = FIRST_PAUSE
     while True:

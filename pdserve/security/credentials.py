@@ -130,10 +130,9 @@ def valid_until(certificates: Path) -> datetime:
 def create(
     folder: Path, hosts: Iterable[str] = LOCAL_HOSTS, valid: timedelta | None = VALIDITY
 ) -> Credentials:
-    """Replace the folder by one with a new authority and a node certificate, valid also for `hosts`. Only this user can
-    read it. The authority's key is not kept, so a new certificate means a new folder on all hosts. With `valid` None
-    the certificates never expire, even if the clock is set during a run. Raises OSError, and ValueError for
-    an invalid host name."""
+    """Replace the folder by one with a new authority and a node certificate for `hosts`. Only this user can read it.
+    The authority's key is not kept, so a new certificate means a new folder on all hosts. With `valid` None the
+    certificates never expire. Raises OSError, and ValueError for an invalid host name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Credentials(Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent)))  # mode 0700
     try:

@@ -33,8 +33,8 @@ TOO_LARGE = "the model archive is too large to hold only tokenizer and configura
 
 
 def pack_model(folder: Path) -> bytes:
-    """Return the archive, whose bytes depend only on the files. It contains the folder's files and those one level down
-    (chat templates), but no hidden folders such as .git, which may hold copies of the files."""
+    """Return the archive. Its bytes depend only on the files. It contains the folder's files and those one level down
+    (chat templates), but no weights and no hidden folders."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped,

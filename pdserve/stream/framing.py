@@ -1,8 +1,8 @@
 """A TCP connection, plain or with TLS, that carries frames both ways.
 
-A frame is a length (four bytes, big-endian) and that many bytes. Without TLS, if both sides have agreed, a checksum
-follows the length, and another one follows the body. Each is the CRC-32 of all lengths and bodies sent in that
-direction so far. A frame that was damaged, lost, repeated or reordered ends the connection
+A frame is a length (four bytes, big-endian) and that many bytes. Without TLS, both sides may agree on checksums: one
+after the length, another after the body. Each is the CRC-32 of all lengths and bodies sent in that direction so far.
+Then a frame that was damaged, lost, repeated or reordered ends the connection
 (docs/decisions/0096-checked-frames.md).
 
 An empty frame is a heartbeat. A server with nothing left to send answers it with another, from which the client
@@ -32,7 +32,7 @@ LINGER = 0.3
 """Seconds that closing waits for unsent data to leave and for the other side to close."""
 DAMAGED = "carried damaged bytes"
 MAX_UNSENT = 32 << 20
-"""Bytes that may wait for a slow reader, plus one frame: some seconds of tokens at full load."""
+"""Bytes that may wait for a slow reader before `send` waits."""
 
 
 def bounded(message: object, body: bytes) -> bytes:

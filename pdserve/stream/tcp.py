@@ -44,7 +44,7 @@ CHECKED = b" crc32"
 WORKER_SILENCE = 4.0
 """Seconds without a byte after which a worker counts as gone."""
 FRONTEND_SILENCE = 8.0
-"""Seconds without a byte after which a frontend counts as gone; longer, so that it survives loading a tokenizer."""
+"""Seconds without a byte after which a frontend counts as gone. It may be silent while it loads a tokenizer."""
 CONNECT_TIMEOUT = 3.0
 """Seconds for the connection, TLS and the worker's greeting."""
 GREETING_TIMEOUT = 5.0
@@ -52,9 +52,9 @@ GREETING_TIMEOUT = 5.0
 
 MAX_GREETING = 1 << 10
 MAX_UNGREETED = 256
-"""Connections without a greeting; beyond that the oldest is closed."""
+"""Maximum of connections without a greeting; a further one closes the oldest."""
 MAX_UNREAD = 10_000, 64 << 20
-"""Most unread messages, and most bytes of them. Beyond either, reading from the sender pauses."""
+"""Unread messages, and their bytes. From either number on, reading pauses."""
 _BATCH = 64
 """Messages that are read in a row before other tasks run."""
 _MAX_ADDRESSES = 1000
@@ -243,7 +243,7 @@ class TcpStreamServer(Lifetime):
         logger.info("frontend %s connected", name)
 
     def _log_refused(self, connection: FramedConnection) -> None:
-        """Log a connection that is not of a frontend. Only an address's first is a warning: it may scan ports."""
+        """Log a connection that is not of a frontend. Only an address's first is a warning: port scanners make many."""
         count = self._refused[connection.host] = self._refused.get(connection.host, 0) + 1
         logger.log(
             logging.DEBUG if count > 1 else logging.WARNING,
@@ -360,8 +360,8 @@ class TcpStreamClient(Lifetime):
         self._unread.close()
 
     def _welcomed(self, connection: FramedConnection, greeting: bytes) -> None:
-        """Check the worker's greeting. A client that connected to itself, which TCP allows on a local port without a
-        listener, reads its own greeting."""
+        """Check the worker's greeting. On a local port without a listener, TCP may connect a client to itself, so that
+        it reads its own greeting."""
         if greeting == GREETING + CHECKED:
             connection.check()
         elif greeting != GREETING:

@@ -11,7 +11,7 @@ harm than a cut network.
 import ssl
 
 _RECORD = 1 << 14
-"""Most bytes of a TLS record."""
+"""Maximum size of a TLS record in bytes."""
 
 
 class Tls:
@@ -35,8 +35,8 @@ class Tls:
         return self._unsent.read()
 
     def decrypt(self, received: bytes) -> bytes:
-        """Return the decrypted data. Then call `encrypt`, with b"" if there is no data, and send the result, because
-        TLS may have to reply. Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or
+        """Return the decrypted data. The caller then sends the result of `encrypt`, even for b"": TLS may have to
+        reply. Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or
         rejects this side."""
         self._received.write(received)
         parts = []

@@ -15,11 +15,11 @@ import psutil
 from pdserve.util.errors import ConfigError
 
 _FIRST, _LAST = 15000, 30000
-"""Range of `free_port`. It is below the ephemeral ports of Linux (32768 and up), because an outgoing connection may
-take a server's ephemeral port while that server is down, and a client could even connect to itself there."""
+"""Range of `free_port`. Linux's ephemeral ports begin at 32768: an outgoing connection may take one of them while the
+server is down."""
 _TRIES = 1000
 _MAX_CLAIMS = 256
-"""Most port claims that this process holds; a further claim ends the oldest."""
+"""Maximum of port claims of this process; a further claim ends the oldest."""
 _claims: deque[int] = deque()
 """File descriptors of the claims."""
 

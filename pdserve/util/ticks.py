@@ -9,8 +9,8 @@ _PHASE = random.random()
 
 
 def until_tick(interval: float) -> float:
-    """Return the seconds to the next tick. If an interval divides a longer one, it ticks at each tick of that one, too.
-    A tick that is less than a tenth of the interval away is skipped, because timers may be early."""
+    """Return the seconds to the next tick. If an interval divides a longer one, their ticks coincide. A tick that is
+    less than a tenth of the interval away is skipped, because timers may be early."""
     left = interval - (time.monotonic() - _PHASE) % interval
     return left if left > interval / 10 else left + interval
 

@@ -16,6 +16,6 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 def tied_command(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
     """Return a command that runs `command`, which gets signal `number` when this process dies. Start it from the main
-    thread: Linux sends the signal when the starting thread ends. Popen's `preexec_fn` would crash now and then beside
-    gRPC's threads."""
+    thread: Linux sends the signal when the starting thread ends. (With gRPC's threads, Popen's `preexec_fn` may
+    crash.)"""
     return [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), str(int(number)), *command]
