@@ -22,10 +22,9 @@ from pdserve.frontend.keys.auth import client_of
 from pdserve.frontend.plugins import Plugin, PluginContext, json_response, query_limit
 
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
-"""Most bytes of an upload, and most bytes of the body that creates a batch."""
+"""Maximum of bytes in an upload, and in the body that creates a batch."""
 MAX_UPLOADING = 16 * MAX_FILE
-"""Most bytes of all running uploads, in the folder for temporary files. One client's uploads are at most as large as
-what stays free."""
+"""Maximum of bytes of all running uploads together, in the folder for temporary files."""
 BODY_SECONDS = 600.0
 MAX_LISTED = 10_000
 
@@ -93,7 +92,7 @@ class Batches(Plugin):
         kind, options = parse_options_header(request.headers.get("content-type"))
         if kind != b"multipart/form-data":
             raise HttpError(400, "a file is sent as multipart/form-data", "file")
-        # decoding punycode takes minutes for a megabyte
+        # some encodings are slow: a megabyte of punycode takes minutes
         if options.get(b"charset", b"utf-8").lower() != b"utf-8":
             raise HttpError(400, "the form must be in UTF-8", "file")
         deadline, client = time.monotonic() + BODY_SECONDS, client_of(request, owner)
@@ -126,7 +125,7 @@ class Batches(Plugin):
 
 
 def _reads_body(page: Page) -> Page:
-    """Read the rest of the body before an error of this page is sent."""
+    """Make a page that reads the rest of a body before it responds with an error."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -24,23 +24,21 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL = 1.0
 """Seconds between two polls of the open batches, and between two writes of results."""
 WINDOW_STEP = 10.0
-"""Seconds that each countdown takes off the completion windows of all open batches, in advance."""
+"""Seconds between two countdowns of the open batches' completion windows."""
 RERUN_DELAY = 60.0
 """Seconds until a batch runs again after an unexpected error."""
 QUEUED_LINES = 8
 """Lines of a batch that wait in admission control, besides those that have slots."""
 MAX_PAUSE = 5.0
-"""Longest pause of a batch after a refused line, and its pause after a failed write, in seconds."""
+"""Seconds that a batch pauses after a failed write, and at most after a refused line."""
 UNKNOWN_MODEL_SECONDS = 600.0
-"""After this many seconds without a status other than 404, a 404 is a line's result. Until then the model's workers may
-register."""
+"""Seconds of nothing but 404s after which a 404 is a line's result. Until then, the model's workers may register."""
 MAX_TRIES = 3
 """Tries of a line whose error may be the server's."""
 
 
 class BatchRunner:
-    """Runs batches of different API keys at once, and those of one key one after another. A batch with a 404 or an
-    unexpected error does not keep the next one waiting. A batch without time left waits for none."""
+    """Runs the batches of an API key one after another, and those of different keys at the same time."""
 
     def __init__(self, context: PluginContext, store: Store) -> None:
         self._context = context
@@ -130,7 +128,7 @@ class BatchRun:
             return
         await self._write()
         total = self._batch["request_counts"]["total"]
-        # `lines` cancels the running ones when the batch stops
+        # at the end of this block, `lines` cancels those that still run
         async with self._client, TaskOwner() as lines:
             while not self._must_stop() and (self._running or len(self._taken) < total):
                 if len(self._taken) < total:
@@ -185,8 +183,8 @@ class BatchRun:
             await self._write()
 
     async def _write(self) -> None:
-        """Write the results and read the batch again. Retry while the disk is full or the database busy; meanwhile
-        no line is sent."""
+        """Write the results and read the batch again. Retry while the database cannot be written; meanwhile no
+        line is sent."""
         count = len(self._results)
         while True:
             try:
@@ -214,7 +212,7 @@ class BatchRun:
         result = custom_id = None
         try:
             with isolate_errors("batch line") as outcome:
-                # in a thread, where `begin` checked it: JSON nested just within the limit there may be too deep here
+                # in a thread, as in `begin`: in the event loop, Python's recursion limit may be reached earlier
                 line = await asyncio.to_thread(parse, text, self._batch["endpoint"])
                 custom_id = line.custom_id
                 response = await self._client.post(line.url, content=_flex_body(line))

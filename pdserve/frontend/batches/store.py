@@ -1,8 +1,7 @@
 """Files and batches of all API keys: one SQLite database, where each line of a file is a row. All functions block.
 
-Each transaction opens a connection of its own. The rollback journal works wherever file locks do; a WAL needs memory
-shared within one host. `records.left` counts down the seconds left of an open batch's window, because clocks may be
-set.
+Each transaction opens a connection of its own. The journal is no WAL, because a WAL works only within one host.
+`records.left` is what is left of an open batch's window, in seconds. It is counted down, because clocks may be set.
 """
 
 import errno
@@ -27,15 +26,15 @@ from pdserve.util.errors import BadRequest, PdserveError
 logger = logging.getLogger(__name__)
 
 MAX_FILES, MAX_STORED = 1000, 10 << 30
-"""Most files of an API key, and the total of their bytes above which it gets no new file or batch."""
+"""Limits of an API key: number of files, and total of their bytes above which it gets no new file or batch."""
 MAX_OPEN = 100
-"""Most open batches of an API key."""
+"""Maximum of open batches of an API key."""
 MAX_CLOSED = 1000
 """Closed batches kept for an API key; older ones are deleted."""
 MAX_LINE, MAX_LINES = 4 << 20, 50_000
-"""Most bytes of a line, and most lines of a batch."""
+"""Maximum of bytes in a line, and of lines in a batch."""
 MAX_ERRORS = 100
-"""How many errors of a batch's input are listed, at most."""
+"""Maximum of errors listed for a batch's input."""
 WINDOW = 24 * 3600.0
 """Completion window of a batch, in seconds."""
 BUSY_TIMEOUT = 30.0
@@ -245,7 +244,7 @@ class Store:
     def append(
         self, owner: str, batch_id: str, results: Sequence[tuple[str, int, bytes]]
     ) -> tuple[Record, float]:
-        """Add results: name of the count, line and content. Return the batch and the seconds left of its window."""
+        """Add results: name of the count, line number, text. Return the batch and the seconds left of its window."""
         with self._transaction("IMMEDIATE") as db:
             batch = db.find("batch", owner, batch_id)
             for count, line, text in results:
@@ -330,7 +329,7 @@ def _error(code: str, message: str, line: int | None = None) -> Record:
 
 
 def refused(error: Exception) -> HttpError | None:
-    """Return the response to an error that neither the request nor the code causes; None for another error."""
+    """Return the response to an error of the disk or the database; None for another error."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
         code = sqlite3.SQLITE_FULL

@@ -108,7 +108,7 @@ class KeySource:
         self._take(loaded)
 
     async def follow(self) -> None:
-        """Read the files again when they have changed; if they cannot be used, at each check. Never returns."""
+        """Read the files again when they have changed. Unusable files are read at each check. Never returns."""
         while True:
             await asyncio.sleep(CHECK)
             states = await asyncio.to_thread(lambda: {path: stamp(path) for path in self._states})

@@ -76,7 +76,7 @@ class KeyQuota:
                 self.buckets[kind] = Bucket(limit, self._frontends, now)
 
     def divide(self, frontends: int, now: float) -> None:
-        """Divide the limits by this number of frontends from now on."""
+        """Share the limits with this number of frontends from now on."""
         if frontends != self._frontends:
             self._frontends = frontends
             self.change(self.limits, now)

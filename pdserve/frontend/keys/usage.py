@@ -36,7 +36,7 @@ class KeyUse:
     def reserve(self, size: RequestSize, max_model_len: int) -> None:
         if quota := self._quota:
             most = RequestEstimate.output_tokens if size.max_tokens is None else size.max_tokens
-            longest = size.sequences // size.n * max_model_len  # most tokens of all prompts together
+            longest = size.sequences // size.n * max_model_len  # maximum of all prompts together
             tokens = min(size.prompt_tokens, longest) + size.sequences * min(most, max_model_len)
             try:
                 quota.take("tokens", tokens, time.monotonic())

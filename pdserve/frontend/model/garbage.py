@@ -28,7 +28,7 @@ def freeze() -> None:
 
 
 async def collect_when_idle(requests: Callable[[], int]) -> None:
-    """Run a full collection whenever objects have been added and no request runs, or `MAX_DELAY` has passed."""
+    """Run a full collection when no request runs and objects were added, or else after `MAX_DELAY`."""
     last = time.monotonic()
     while True:
         await asyncio.sleep(IDLE_CHECK_INTERVAL)

@@ -114,7 +114,7 @@ async def model_folder(card: ModelCard, context: ModelContext, workers: Workers)
 
 async def _archive(card: ModelCard, context: ModelContext, workers: Workers) -> bytes:
     """Fetch the card's archive from any worker. Asks the workers in random order, again and again, because they may
-    register after their card. Starts one more task for this every `ASK_INTERVAL`, because a worker may not reply."""
+    register after their card."""
     archive: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     asked: set[str] = set()
 

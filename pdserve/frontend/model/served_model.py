@@ -41,8 +41,7 @@ class ServedModel:
         self.removal: asyncio.TimerHandle | None = None
         """timer that removes the model; set while its card is not in the registry"""
         self.lost_last_worker = False
-        """whether the last worker was lost without a drain, or the model is the configured one. If so, `hide` leaves
-        the metric of usable workers at 0, for alerts"""
+        """whether `hide` leaves the metric of usable workers at 0, for alerts"""
         self.promised = NO_SLO
         self.adapters: dict[str, Adapter] = {}
         """adapters that requests may name, by name"""

@@ -131,8 +131,7 @@ class ServedModels:
         return [card for card in self.known() if self._models[card.name].usable_workers]
 
     def known(self) -> list[ModelCard]:
-        """The models with a card in the registry and no problem, sorted by name; also those whose processors are being
-        built or whose workers are being connected."""
+        """The models with a card in the registry and no problem, usable yet or not, sorted by name."""
         known = [model for model in self._models.values() if model.removal is None and not model.problem]
         return sorted((model.card for model in known), key=lambda card: card.name)
 

@@ -20,8 +20,8 @@ FETCH_WITHIN = 0.5
 KEPT = 1.0
 """Seconds that the page is cached, because many scrapers must not multiply the work of every process."""
 MAX_MERGED = 100
-"""Most other processes whose pages are merged, because more would take a frontend seconds. In larger graphs, no
-other page is merged: scrape each process (`Instance.metrics`)."""
+"""With more other processes than this, none of their pages is merged, because that would take seconds. Scrape each
+process instead (`Instance.metrics`)."""
 
 
 class MetricsPage(Plugin):
@@ -68,8 +68,8 @@ class MetricsPage(Plugin):
         return generate_latest(registry).decode()
 
     async def _fetch(self, instance: Instance, page: MergedPage) -> bool:
-        """Merge the page of a process; leave it out if it does not respond. Merging runs in the event loop, page by
-        page, because a page takes under a millisecond; a thread that merges all would hold the GIL for longer."""
+        """Merge the page of a process; return whether it responded. A page takes under a millisecond, so it is merged
+        in the event loop."""
         try:
             async with asyncio.timeout(FETCH_WITHIN):
                 answer = await self._client.get(instance.metrics)

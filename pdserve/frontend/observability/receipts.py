@@ -33,7 +33,7 @@ from pdserve.observe.metrics import ITL, TTFT
 from pdserve.observe.process_pages import read_receipts
 
 MAX_ASKING = 4
-"""Most requests for receipts that poll the other frontends at a time."""
+"""Maximum of requests for receipts that poll the other frontends at the same time."""
 
 
 class Receipts(Plugin):

@@ -60,7 +60,7 @@ class Generation:
     placed: Placed | None = None
     """the worker's last report on the prefill; None until it accepts the request"""
     recorded_placed: Placed | None = None
-    """the last `placed` that was copied into the request state, at the first output after it"""
+    """the `placed` that was last copied into the request state"""
 
     # earlier attempts, for the rules of `migration`
 
@@ -115,7 +115,7 @@ class Generation:
 
     @property
     def timing(self) -> tuple[int, float, float]:
-        """Tokens; seconds from submit to first token; seconds from first to last token. Valid only for one attempt."""
+        """Tokens; seconds from submit to first token; seconds from first to last token. For a single attempt."""
         return len(self.tokens), self.first_token_at - self.sent_at, self.last_token_at - self.first_token_at
 
     def is_complete(self, max_model_len: int) -> bool:

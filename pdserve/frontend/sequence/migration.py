@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 4
 """A request fails when this many workers have accepted and lost it. `HANDED_OVER` and `STALLED` do not count."""
 MAX_STALLS = 2
-"""Stalled workers that a request is moved away from. It stays at the next one, because it may be what stalls them."""
+"""A request leaves this many stalled workers, and stays at the next one, because it may be what stalls them."""
 MAX_ENGINE_DEATHS = 2
 """A request fails when this many engines in a row have died while they computed its next token. After the first death,
 each request that was in the engine is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so
 the second death identifies the request that kills engines."""
 MAX_PARAMETER_BYTES = 32 << 20
-"""Most bytes of sampling parameters per request. Each sequence sends them to a worker, so they count once for each."""
+"""Maximum of bytes in a request's sampling parameters, summed over its sequences."""
 RETRY_DELAY = 0.5
 """Seconds before a worker that failed a request gets it again, if there is no other worker."""
 
@@ -58,8 +58,7 @@ _SEED_SPACE = 1 << 63
 
 
 def seeded_for_replay(request: EngineCoreRequest) -> EngineCoreRequest:
-    """Return the request with a seed if it has none, samples, and may be replayed, so that a replay gives equal
-    tokens."""
+    """Add a seed to a request that samples without one and may be replayed, so that a replay gives equal tokens."""
     params = request.sampling_params
     if params.seed is not None or params.temperature == 0 or not stateful_parameter(params):
         return request
@@ -91,8 +90,8 @@ def next_attempt(generation: Generation) -> Submit:
 
 
 def promise_left(generation: Generation) -> Promise | UnsetType:
-    """Return the time left until the next token is due by the promise. After the first token, that is one promised gap
-    after the last token sent to the client, plus one gap for each output that is held back."""
+    """Return the time left until the next token is due by the promise. After the first token, each output that is held
+    back adds a promised gap."""
     promised, state = generation.state.promised, generation.state
     if not promised:
         return UNSET
@@ -164,7 +163,7 @@ class GenerationOwner(Protocol):
 
 
 class Migration:
-    """Handles a model's generations without a worker, until they are placed at one, finished or failed."""
+    """Handles a model's generations that have lost their worker or wait for one."""
 
     def __init__(self, core: GenerationOwner, model: str, max_model_len: int) -> None:
         self.is_replaced = False
@@ -271,8 +270,8 @@ class Migration:
 
     def redirect_if_replaced(self, generation: Generation) -> None:
         """If the model is replaced, end all sequences of a request that has no token and no worker: the edge then sends
-        it to the new model. A request at which an engine died fails instead, because the new model's workers would
-        count engine deaths from 0. A request with tokens waits for a worker of its own model."""
+        it to the new model. A suspect fails instead, because the new model's workers would count engine deaths
+        from 0."""
         state = generation.state
         if not self.is_replaced or state.first_token:
             return

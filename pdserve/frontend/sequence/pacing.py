@@ -3,7 +3,7 @@ engine step with a prompt's chunk, a KV read, a migration (docs/slo.md).
 
 A stream has a reserve of a few outputs. While outputs arrive, each one releases an earlier one. When none arrives, the
 held outputs leave one by one, each within the promised gap of the one before. The last output releases all, so that no
-response ends later. A stream that is no faster than its promise holds only its first output, until the second one.
+response ends later.
 """
 
 import asyncio
@@ -25,14 +25,12 @@ PACE_SHARE = 2 / 3
 """Share of the promised gap after which the next held output leaves. The rest is for delays in this process and on the
 way to the client."""
 MAX_HELD = 16
-"""Most outputs in a reserve. At a promised gap of 60 ms they leave within 640 ms, about the duration of a migration.
-All may leave at once when a response ends."""
+"""Maximum of outputs in a reserve. At a promised gap of 60 ms they last for 640 ms, about as long as a migration."""
 MAX_HOLD = 0.25
-"""Most seconds that an output is held while others arrive: hardly noticed by a reader, and enough for `MAX_HELD`
-outputs at 64 tokens per second."""
+"""Maximum of seconds that an output is held while others arrive. A reader hardly notices so short a delay."""
 TTFT_MARGIN = 0.1
-"""Seconds before the promised TTFT at which the first output leaves even if no second one has arrived. At most a fifth
-of the TTFT."""
+"""Even without a second output, the first one leaves this many seconds before the promised TTFT; before a short TTFT, a
+fifth of it."""
 DEADLINE_MARGIN = 1.0
 """Seconds before a request's deadline from which on nothing is held."""
 MAX_EARLY = 0.005

@@ -121,8 +121,8 @@ def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
 
 
 def in_our_time(output: EngineCoreOutput, offset: float) -> None:
-    """Move the times in the output by `offset`, to this host's clock, because vLLM's metrics subtract times, which
-    after a migration come from two hosts."""
+    """Add `offset` to the times in the output, so that they fit this host's clock. vLLM's metrics subtract times, and
+    after a migration these come from two hosts."""
     for event in output.events or ():
         event.timestamp += offset
 
@@ -175,9 +175,9 @@ def _raise_usage(message: str) -> None:
 
 
 def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegistry) -> AsyncLLM:
-    """Make an unmodified AsyncLLM whose engine core is `core`; it takes a second to read tokenizer and config. Its
-    metrics go to `registry`, because in the default registry each model would unregister the metrics of the one before.
-    Raises ValueError or OSError for a model folder or arguments that vLLM cannot use."""
+    """Make an AsyncLLM whose engine core is `core`; it takes a second to read tokenizer and config. Its metrics go to
+    `registry`, because in the default registry each model would unregister the metrics of the one before. Raises
+    ValueError or OSError for a model folder or arguments that vLLM cannot use."""
     try:
         config = _config_without_engine(args)
     except VLLMError as error:
@@ -306,7 +306,7 @@ class OutputHandler:
 def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty: bool) -> None:
     """Let `deltas` write the text of this request's outputs while `deltas` is ready; vLLM's app gets the other outputs.
     The app's next output includes the token ids of the written text, because the app counts tokens. `empty`: the app
-    makes chunks of outputs without text too (half of a character).
+    makes chunks of outputs without text, too, such as half of a character.
 
     Wraps `make_request_output` of vLLM's private `RequestState`, and reads its queue and detokenizer."""
     state = engine.output_processor.request_states[request_id]
@@ -370,8 +370,7 @@ async def make_app(
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
     """Return the routes on which chunks of a plain request differ only in their text (`frontend/edge/deltas.py`), and
-    for each whether outputs without text have chunks. On other routes a parser reads each text, or something is added
-    to each chunk. vLLM's older tool parsers read nothing without tools."""
+    for each whether outputs without text have chunks. vLLM's older tool parsers read nothing without tools."""
     if args.enable_force_include_usage or args.enable_log_outputs or args.sse_keep_alive_interval:
         return {}
     completions, chats = {"/v1/completions": True}, "/v1/chat/completions"

@@ -46,11 +46,11 @@ for name, value in _DEFAULTS.items():
 vllm.envs.VLLM_MEDIA_CONNECTOR = "pdserve"
 connector.global_thread_pool = ThreadPoolExecutor(1, "images")
 MAX_PIXELS = vllm.envs.VLLM_MAX_IMAGE_PIXELS if vllm.envs.VLLM_MAX_IMAGE_PIXELS > 0 else 1 << 40
-"""Most pixels of all images of a request."""
+"""Maximum of pixels in all images of a request together."""
 MIN_COUNTED = 1 << 20
 """Pixels that a smaller image counts as, because models enlarge it."""
 MAX_REQUESTS = 4
-"""Number of requests with MAX_PIXELS each whose images may be in memory together."""
+"""This many requests may have images of MAX_PIXELS in memory at the same time."""
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow refuses images of twice this, also inside icons
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 pixel_budget = Budget(MAX_REQUESTS * MAX_PIXELS, "images of {} pixels are being worked on")

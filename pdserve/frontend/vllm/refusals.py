@@ -10,12 +10,12 @@ from typing import Any
 from vllm.v1.engine import EngineCoreRequest
 
 MAX_PROMPT_LOGPROBS = 500_000
-"""Most prompt logprobs of one request. A response holds them all at once, some 50 bytes each."""
+"""Maximum of prompt logprobs of a request. A response holds them all at once, some 50 bytes each."""
 VOCABULARY_SIZE = 100_000
 """Assumed number of logprobs per token for -1, which asks for the whole vocabulary."""
 MIN_UPPER_BOUND = -9.2e18
-"""Smallest upper bound of an integer range that a schema may set. If xgrammar refuses a schema, vLLM uses llguidance,
-which recurses until the process crashes if the bound is near the smallest 64-bit integer."""
+"""Smallest upper bound of an integer range in a schema. If the bound is near the smallest 64-bit integer, llguidance
+recurses until the process crashes. (vLLM uses llguidance if xgrammar refuses a schema.)"""
 _UPPER = ("maximum", "exclusiveMaximum")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")

@@ -102,8 +102,8 @@ class Link:
         return any(not generation.tokens for generation in self.generations.values())
 
     def post(self, message: ToDecode) -> None:
-        """Queue a message; messages are sent in order. Never waits and never fails: the listener hears of a lost link.
-        The outbox is bounded by the requests in flight, and these by the workers' capacity."""
+        """Queue a message. Never waits and never fails: the listener hears of a lost link. The requests in flight
+        bound the outbox."""
         self._outbox.put_nowait(message)
 
     def cut(self) -> None:
@@ -111,9 +111,8 @@ class Link:
         self._outbox.put_nowait(None)
 
     async def send(self, client: TcpStreamClient, listener: "LinkListener") -> None:
-        """Send posted messages. Raises PeerGone after `cut`. If the worker is gone, only returns, because
-        `client.deliver` first passes on the worker's last messages and then raises. These messages name the requests
-        that its engine died at."""
+        """Send posted messages. Raises PeerGone after `cut`. If the worker is gone, it only returns:
+        `client.deliver` passes on the worker's last messages, and then raises."""
         while True:
             if (message := await self._outbox.get()) is None:
                 raise PeerGone(self.instance)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MIN_RETRY_DELAY = 0.5
 MAX_RETRY_DELAY = 5.0
-"""Least and most seconds between two attempts to connect to a worker that the registry still lists."""
+"""Minimum and maximum of seconds between two attempts to connect to a worker that the registry lists."""
 HAND_OVER_AFTER = 5.0
 """Seconds after a decode worker is back until it takes over a stand-in's requests that have tokens. Short requests end
 before; long ones would delay prompts at the prefill worker."""
@@ -171,9 +171,8 @@ class WorkerPool:
         return self._ready().capacity
 
     def _ready(self) -> Candidates:
-        """Return the decode workers that are registered, connected, not draining, not stalled, and have not refused
-        this frontend; if there is none, the stand-ins in the same condition; if there is none either, the stalled
-        workers."""
+        """Return the usable decode workers; if there are none, the usable stand-ins; if there are none either, the
+        stalled workers."""
         while self._touched:
             id = self._touched.pop()
             instance, link = self._instances.get(id), self._links.get(id)
@@ -193,8 +192,8 @@ class WorkerPool:
         return self._decode, self._stand_ins, self._stalled
 
     def _needs_stand_ins(self) -> bool:
-        """Whether no decode worker is usable, and none is being connected for the first time or reconnected without
-        delay. (After this process froze, all links are lost although the workers are well.)"""
+        """Whether no decode worker is usable, and none is just being connected. (After this process froze, all links
+        are lost although the workers are well.)"""
         return self._ready() is not self._decode and not any(
             instance.id not in self._links.keys() | self._failures.keys() or instance.id in self._renewing
             for instance in self._instances.values()

@@ -1,7 +1,7 @@
 """The router: choose one decode worker among the candidates (`candidates.py`). Pure functions.
 
-`likely_to_keep` drops workers that would miss the request's promise (`contract/slo.py`) clearly more likely than the
-best one; `choose` applies the router policy to the rest.
+`likely_to_keep` drops workers that are clearly less likely to keep the request's promise (`contract/slo.py`) than the
+best one. `choose` applies the router policy to the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,8 @@ from pdserve.contract.records import Instance
 from pdserve.contract.slo import MIN_MISS_DIFFERENCE, gap_miss_probability, ttft_miss_probability
 
 LOAD_WEIGHT = 0.1
-"""Cost of an outstanding token at a worker, in tokens to prefill: a prefix hit decides until its worker has ten more
-outstanding tokens than another worker for each token that the hit saves. Far below 1, because most outstanding tokens
-have their KV already and only share engine steps with the new request (see decision 0031)."""
+"""Cost of an outstanding token at a worker, in tokens to prefill. It is far below 1, because most outstanding tokens
+have their KV already and only share engine steps with the new request (decision 0031)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def likely_to_keep(
 def choose(
     policy: str, candidates: Sequence[Instance], outstanding: Mapping[str, float], cached: Mapping[str, int]
 ) -> Instance:
-    """Choose one of the candidates, which are in round-robin order and at least one; the first wins a tie.
+    """Choose one of the candidates, which are in round-robin order. The first wins a tie.
 
     `outstanding`: by instance id, tokens of KV that the worker's requests need, those of other frontends included.
     `cached`, for `kv`: by instance id, leading prompt tokens whose KV the worker has."""

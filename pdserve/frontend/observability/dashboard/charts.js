@@ -1,4 +1,4 @@
-// Four small charts of the last minutes (latencies on a logarithmic axis), each with a unit, and the values under the pointer or the arrow keys.
+// Four charts of the last 5 minutes. The pointer or the arrow keys choose the moment whose values are shown.
 
 import { $, age, duration, h, perSecond, s, show } from "./dom.js";
 

@@ -28,7 +28,7 @@ async function poll() {
     if (!(error instanceof NeedsKey)) away ??= { since: Date.now(), why: error.name === "Error" ? error.message : "" };
   }
   polling = false;
-  timer = setTimeout(poll, EVERY); // before `render`, which may throw on this state only
+  timer = setTimeout(poll, EVERY); // before `render`, which may throw
   render();
 }
 

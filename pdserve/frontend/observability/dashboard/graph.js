@@ -124,7 +124,7 @@ function line(link, { x0, x1, y0, y1, bend }) {
     d: `M${x0} ${y0}C${bend} ${y0} ${bend} ${y1} ${x1} ${y1}`, "stroke-width": width.toFixed(1) }, s("title", {}, linkDetails(link)));
 }
 
-// Where lines are apart: near the column with more processes; on a line across a column, before that column.
+// At a share `t` of the way along the line, where neighbouring lines are far apart.
 function label(link, { x0, x1, y0, y1, bend, far }) {
   const t = far ? 0.14 : link.kind === "kv" ? 0.62 : 0.36;
   const at = (a, b, c, d) => (1 - t) ** 3 * a + 3 * (1 - t) ** 2 * t * b + 3 * (1 - t) * t * t * c + t ** 3 * d;

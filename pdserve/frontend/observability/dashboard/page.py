@@ -32,10 +32,9 @@ from pdserve.util import clock
 KEPT = 1.0
 """Seconds that the state is cached for all viewers."""
 PER_SECOND = 50
-"""Most processes polled per second; the state of a larger graph is cached for longer."""
+"""Maximum of processes polled per second. The state of a larger graph is cached for longer."""
 MAX_LINKS = 400
-"""Most links in a state. If there are more, each process keeps equally many: those that are down or have
-failed most."""
+"""Maximum of links in a state. If there are more, each process shows equally many: first those that are down."""
 
 _PAGE, _STATE = "/dashboard", "/dashboard/state"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

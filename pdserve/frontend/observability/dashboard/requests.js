@@ -21,7 +21,7 @@ const open = new Set(); // ids of requests whose timeline is shown
 const has = (receipt, name) => receipt.hops.some((hop) => hop.name === name);
 const failed = (receipt) => receipt.status >= 400 || (receipt.error !== "" && !receipt.running);
 
-// Whether its last hop, admission, is not over: such a hop ends now.
+// Whether the request waits in admission: that hop is its last one, and ends now.
 function waits({ hops, seconds }) {
   const last = hops.at(-1);
   return last?.name === "admission" && seconds - last.start - last.seconds < 0.001;
