@@ -1,10 +1,9 @@
 """The stand-in: a prefill worker that decodes while no decode worker of its model is available
 (docs/decisions/0050-prefill-workers-stand-in.md).
 
-To decode workers it is a prefill worker. For frontends it listens like a decode worker, and registers the address once
-a model card shows that the stand-in gives the same responses as the model's decode workers. Each frontend decides when
-it sends requests (`frontend/workers/pool.py`). The stand-in prefills all prompts locally, so its engine reads no KV and
-is configured like that of any prefill worker."""
+To decode workers it is a prefill worker. It also listens for frontends, and registers that address once a model card
+shows that it gives the same responses as the model's decode workers. Each frontend decides when it sends requests
+(`frontend/workers/pool.py`). The stand-in prefills all prompts locally, so its engine reads no KV."""
 
 import logging
 from collections.abc import Mapping
@@ -50,9 +49,8 @@ class StandIn(BothWorker):
         return None
 
     async def _keep_card(self) -> None:
-        """Keep a copy of a model card, from which frontends know the model while no decode worker is available. At
-        start, the copied card may be another stand-in's. Later, copy a decode worker's card; when that worker leaves,
-        copy another decode worker's, which may be newer."""
+        """Keep a copy of a model card, from which frontends know the model while no decode worker is available. At the
+        start, copy anyone's card; later, a decode worker's, and when that worker leaves, another decode worker's."""
         await self._presence.announced.wait()
         model, fingerprint, source = self._config.served_model_name, self._engine.facts.fingerprint, ""
         for owner, card in await self._cards(""):

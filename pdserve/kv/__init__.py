@@ -57,8 +57,8 @@ def nixl_connector(role: str, lease: int, credentials: str | None) -> dict[str, 
 def connectors(
     nixl: dict[str, object] | None, offload: int, disk: int = 0, folder: str = ""
 ) -> dict[str, object]:
-    """All connectors of an engine, at least one. `offload`: bytes of host memory for KV (`tiers/host_memory.py`), 0 for
-    none; `disk`: bytes in `folder` for KV that leaves host memory, 0 for none."""
+    """An engine's connectors as vLLM's `kv-transfer-config`. `offload`: bytes of host memory for KV
+    (`tiers/host_memory.py`), 0 for none; `disk`: bytes in `folder` for KV that leaves host memory, 0 for none."""
     if nixl and not offload:
         return nixl
     tiers: dict[str, object] = {"spec_name": "HostSpec", "spec_module_path": "pdserve.kv.tiers.host_memory"}

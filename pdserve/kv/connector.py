@@ -14,8 +14,8 @@ A read in a decode engine, in the order in which vLLM calls the connector:
 
 The changes:
 
-**Idle CPU.** NIXL's progress thread sleeps between polls (`nixl.py`). The worker's main thread keeps its CPU affinity.
-Without this change, vLLM would pin it, and with it the model, to a CPU host's last core, which all engines would share.
+**Idle CPU.** NIXL's progress thread sleeps between polls (`nixl.py`). The worker's main thread keeps its CPU affinity;
+vLLM would pin the thread, and with it a CPU model, to the host's last core.
 
 **Stalled reads.** On a link that drops packets a read stays in progress for as long as TCP retries, a quarter of an
 hour. vLLM has no timeout, and NIXL cannot abort a read (docs/decisions/0004-stalled-reads.md). So the connector reports

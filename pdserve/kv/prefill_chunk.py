@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_SHORT_STEPS = 2
-"""Most short steps in a row: one that begins a KV read, and one that first runs a request whose KV was read."""
+"""Maximum of short steps in a row: one that begins a KV read, and one that first runs a request whose KV was read."""
 
 
 class PrefillChunk:

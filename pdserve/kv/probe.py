@@ -21,7 +21,6 @@ from pdserve.kv.side_channel import CurveKey, ask
 from pdserve.security.credentials import Credentials
 
 HANDSHAKE_TIMEOUT = 3.0
-"""Seconds."""
 LARGE_READ = 64 << 20
 """Bytes of each read that measures the bandwidth."""
 BANDWIDTH_SECONDS = 1.0

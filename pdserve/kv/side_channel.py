@@ -5,9 +5,9 @@ Listener and client speak vLLM's protocol. vLLM's own listener ends at the first
 port scan, and from then on no new decode engine can read KV there. This listener drops such messages. A prefill worker
 also asks its own listener regularly (`ask`), because only an answer shows that it can be reached.
 
-The handshake's answer lets a peer read and write all KV of the engine. ZeroMQ does not speak TLS, so a graph with
-credentials uses ZeroMQ's CURVE: both ends have one key pair that only processes of the graph can derive, and the
-listener answers no peer that does not know the public key, which is never sent."""
+The handshake's answer lets a peer read and write all KV of the engine. So a graph with credentials uses ZeroMQ's CURVE:
+both ends derive the same key pair from the credentials, and the listener answers only peers that know the public key,
+which is never sent."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
-"""Addressed prompts: those that decode workers sent only to this prefill worker, because it has their prefixes cached.
+"""Addressed prompts: decode workers sent them only to this prefill worker, because it has their prefixes cached.
 
-They bypass the JetStream queue and wait here, in a fair queue, until the engine has capacity. The decode worker stays
-responsible for its prompt: if this worker has not begun it after `begin_within`, this worker leaves it alone, and the
-decode worker publishes it for any worker (docs/decisions/0128-prefill-where-the-prefix-is.md)."""
+They bypass the JetStream queue and wait here, in a fair queue, until the engine has capacity. If a prompt has not begun
+after `begin_within`, this worker drops it, and its decode worker publishes it for any worker
+(docs/decisions/0128-prefill-where-the-prefix-is.md)."""
 
 import math
 import time
@@ -24,7 +24,7 @@ class AddressedPrompt(Delivery):
         self._queue = queue
         self.arrived = time.monotonic()
         self.last_start = self.arrived + request.begin_within
-        """Monotonic time from which on this worker must not begin the prompt."""
+        """Monotonic time after which this worker must not begin the prompt."""
 
     async def give_back(self) -> None:
         """Let the decode worker publish the prompt for any worker."""

@@ -1,7 +1,7 @@
 """Sends a prefill worker's answers, and repeats those with KV until it is read, rejected or past its KV lease.
 
-Answers get lost with NATS, a connection, or a decode worker. Then their KV would be kept until the end of the KV lease.
-A decode worker that gets the answer again reads the KV or rejects it (docs/decisions/0007-lost-answers.md)."""
+The KV of a lost answer would be kept until the KV lease ends. A decode worker that gets the answer again reads the KV
+or rejects it (docs/decisions/0007-lost-answers.md)."""
 
 import asyncio
 import logging

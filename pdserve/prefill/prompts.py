@@ -86,8 +86,8 @@ class PromptRunner:
         return readers(self._view, model, fingerprint) - {self.id}
 
     async def drain(self) -> None:
-        """Give back the waiting prompts that were sent only to this worker. Then wait until the running ones are done
-        and their KV is freed, at most for the drain timeout."""
+        """Give back the waiting addressed prompts. Then wait until the running prompts are done and their KV is freed,
+        at most for the drain timeout."""
         logger.info("draining: %d prompts to finish", len(self._running))
         await self.pulling.addressed.give_back()
         try:
@@ -111,7 +111,7 @@ class PromptRunner:
     # from the queue to the engine
 
     async def _pull(self, announced: asyncio.Event) -> None:
-        """Pull prompts, for ever, once this worker is registered: decode workers do not wait for unknown workers."""
+        """Pull prompts, for ever, once this worker is registered: decode workers take no answers of unknown workers."""
         await announced.wait()
         while True:
             try:
@@ -123,7 +123,7 @@ class PromptRunner:
                 await self._start(delivery)
 
     async def _read_addressed(self) -> None:
-        """Begin warm-ups at once. Other prompts that decode workers sent only to this worker wait for capacity."""
+        """Begin warm-ups at once. Other addressed prompts wait for capacity."""
         async for request in self._queue.addressed(self.id):
             if not request.begin_within:
                 await self._start(Delivery(request))
@@ -239,8 +239,7 @@ class PromptRunner:
         return PrefillDone(name, output.handle, seconds, running.queued, first=first, engine_queued=waited)
 
     async def _answer(self, delivery: Delivery, answer: PrefillAnswer) -> None:
-        """Answer, then ack: if this worker dies between the two, the prompt is computed twice and the second answer
-        rejected. The other order could lose the prompt."""
+        """Answer, then ack. In the other order, a worker that dies between the two would lose the prompt."""
         request = delivery.request
         if isinstance(answer, PrefillFailed):
             logger.warning(

@@ -1,12 +1,9 @@
 """Decides when a worker pulls prompts from the prefill queue.
 
-A prefill worker pulls whenever its engine has capacity. On a worker of role `both` a prompt delays every running
-stream, so it should go to the worker with the fewest streams. An idle worker waits at the queue and gets a prompt at
-once. A worker with streams polls the queue, and at first leaves a waiting prompt to workers with fewer streams. It does
-so for the time that a prompt takes, times the share of its slots that streams hold, but not longer than
-`POLL_INTERVAL`: if all workers are equally busy, a longer wait only delays the prompt
-(docs/decisions/0026-any-worker-can-do-either.md).
-"""
+A prefill worker pulls whenever its engine has capacity. On a worker of role `both`, a prompt delays every sequence that
+is decoded, so it should go to the worker that decodes the fewest. A worker that decodes none waits at the queue and
+gets a prompt at once. Another worker polls the queue, and leaves a waiting prompt to the others for a moment (`pause`):
+the longer, the more of its slots are taken (docs/decisions/0026-any-worker-can-do-either.md)."""
 
 import asyncio
 import time
@@ -22,18 +19,17 @@ from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
 
 PULL_WAIT = 5.0
-"""Most seconds that one pull waits for a prompt."""
+"""Maximum of seconds that a pull waits for a prompt."""
 STEPS_AHEAD = 2
-"""Engine steps of prompt tokens to have in the engine, so that it never waits for the next prompt. Other prompts stay
-in the queue, where another worker can pull them."""
+"""A worker pulls until its engine has the prompt tokens of this many steps. Other prompts stay in the queue, for other
+workers."""
 FEW_PROMPTS = 3
-"""With fewer prompts than this in the engine, one step of tokens is enough: the next prompt is pulled much faster than
-the engine computes these tokens, and another client's prompt may still get ahead of the next one."""
+"""With fewer prompts than this in the engine, the tokens of one step are enough: a pull is much faster than a step."""
 POLL_INTERVAL = 0.1
-"""Seconds between two pulls of a worker with streams from a queue that seems empty."""
+"""Seconds between two pulls of a worker that decodes, from a queue that seems empty."""
 STREAM_SHARE = 0.5
-"""Share of the KV cache that prompts leave to streams. Otherwise two workers, each full of KV that the other has no
-space to read, would wait for the end of a KV lease."""
+"""Share of the KV cache that prompts leave to decoding. Otherwise two workers full of prompts' KV would have no space
+to read each other's."""
 TICK = 0.02
 """Seconds between two checks whether to pull."""
 _WEIGHT = 0.2
@@ -41,9 +37,8 @@ _WEIGHT = 0.2
 
 
 def pause(streams: int, slots: int, prompt_seconds: float, waiting: int) -> float:
-    """Return the seconds that a worker leaves the queue to others, counted from its last pull or, if later, from when
-    it first saw the `waiting` prompts. Its streams hold `streams` of its engine's `slots`; a prompt takes
-    `prompt_seconds`. Pure."""
+    """Return the seconds for which a worker that decodes `streams` sequences leaves the queue's `waiting` prompts to
+    others. `slots`: those of its engine; `prompt_seconds`: mean time of a prompt there. Pure."""
     if not streams:
         return 0.0
     return min(POLL_INTERVAL, max(TICK, prompt_seconds * streams / slots)) if waiting else POLL_INTERVAL
@@ -77,17 +72,16 @@ class Pulling:
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     addressed: AddressedPrompts = field(default_factory=AddressedPrompts)
     _begun_addressed: bool = False
-    """Whether the last prompt was sent only to this worker, so that the queue has the next turn."""
+    """Whether the last prompt was an addressed one, so that the queue is next."""
     _seen_since: float = 0.0
     """Monotonic time since which the queue has prompts; 0: it has none."""
     _waiting: asyncio.Timeout | None = field(default=None)
     """Set while `next` waits for a prompt."""
 
     async def next(self) -> list[Delivery]:
-        """Wait until the engine has capacity and it is time to poll, then take a prompt: by turns one that was sent
-        only to this worker, and one of the queue. Return an empty list if there is none. With streams or other prompts
-        for this worker alone, do not wait at the queue; else wait there for a prompt, for `PULL_WAIT` or until
-        `stop_waiting`. Raises QueueUnavailable."""
+        """Wait until the engine has capacity and the pause is over. Then take an addressed prompt or one of the queue,
+        by turns. Return an empty list if there is none. A worker without other work waits at the queue for `PULL_WAIT`,
+        or until `stop_waiting`. Raises QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
         if not self._begun_addressed and (prompt := self.addressed.pop(flex=False)):
             self._begun_addressed = True
@@ -110,8 +104,8 @@ class Pulling:
             self.pulled, self._waiting = time.monotonic(), None
 
     def receive(self, prompt: AddressedPrompt) -> bool:
-        """Take a prompt that was sent only to this worker. Return whether to begin it at once, because this worker
-        waits at the queue and has capacity. Otherwise the prompt waits for its turn."""
+        """Take an addressed prompt. Return whether to begin it at once, because this worker waits at the queue and has
+        capacity. Otherwise the prompt waits for its turn."""
         if self._waiting is not None and self._has_capacity():
             return True
         self.addressed.add(prompt, self.speed.token_seconds.value or 0.0)
@@ -125,7 +119,7 @@ class Pulling:
 
     @property
     def full(self) -> bool:
-        """Whether streams run and prompts may use no more of the KV cache (`STREAM_SHARE`)."""
+        """Whether this worker decodes, and prompts may use no more of the KV cache (`STREAM_SHARE`)."""
         return self.decode_load().streams > 0 and self.engine.usage.kv_usage > 1.0 - STREAM_SHARE
 
     def stop_waiting(self) -> None:
@@ -169,8 +163,7 @@ class Pulling:
         return now >= max(self.pulled, self._seen_since) + wait
 
     def _has_capacity(self) -> bool:
-        """Whether to pull one more prompt. More than a few steps of prompts gain nothing: another worker may be
-        idle."""
+        """Whether to pull one more prompt."""
         facts, usage = self.engine.facts, self.engine.usage.kv_usage
         if self.draining or self.stalled or self.full:
             return False

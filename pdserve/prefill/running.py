@@ -22,9 +22,8 @@ _REMEMBERED = 1000
 @dataclass(eq=False)
 class RunningPrefill:
     engine_id: str
-    """New for each delivery, because a request may be delivered twice and an engine must never see an id twice. It is
-    not made from the request's id, which a client may have chosen: NIXL's notifications separate ids by commas and
-    colons."""
+    """New for each delivery, because an engine must never see an id twice. The request's own id may contain the commas
+    and colons that separate ids in NIXL's notifications."""
     delivery: Delivery
     """The last delivery: a request may be delivered again while it runs."""
     queued: float
@@ -58,8 +57,7 @@ class RunningPrefills:
         self._cancelled: LruDict[PrefillRequest] = LruDict(_REMEMBERED)
         self._numbers = itertools.count()
         self.changed = asyncio.Event()
-        """Set when a prompt has ended, the engine has done a step, or a prompt waits that was sent only to this
-        worker."""
+        """Set when a prompt has ended, the engine has done a step, or an addressed prompt waits."""
 
     def add(self, delivery: Delivery) -> RunningPrefill:
         running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery, delivery.queued)

@@ -52,8 +52,8 @@ MAX_PENDING_WRITES = 0.5
 """Share of host memory that blocks waiting to be written may hold, because they cannot be evicted meanwhile. Further
 blocks are not written."""
 MAX_WAIT = 10.0
-"""Most seconds that a request waits for blocks from the disk. A read that takes longer is late: until it ends, requests
-do not use the disk."""
+"""Maximum of seconds that a request waits for blocks from the disk. A read that takes longer is late: until it ends,
+requests do not use the disk."""
 
 
 @dataclass(eq=False)
@@ -274,8 +274,8 @@ class TieredManager(TieringOffloadingManager):  # type: ignore[misc]
         self._metrics = Counters([disk.tier_type], host._num_chunks, disk.block_size_bytes)
 
     def lookup(self, key: bytes, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
-        """Do not ask the disk for a prompt that is read from another engine, because that is read whole. Do not ask it
-        for a request that has waited `MAX_WAIT`, even if only for free host memory."""
+        """Do not ask the disk for a prompt whose whole KV is read from another engine, nor for a request that has
+        waited `MAX_WAIT`."""
         since, now = req_context.get_state(WaitingSince), time.monotonic()
         gives_up = self._disk.is_late or (since is not None and now > since + MAX_WAIT)
         if gives_up or (req_context.kv_transfer_params or {}).get("do_remote_prefill"):
