@@ -38,7 +38,6 @@ class RequestHops:
         self.known.append(Hop(name, start - self.arrived, max(0.0, end - start), instance, why))
 
     def asked(self, now: float, why: str) -> None:
-        """Record that a remote prefill is asked for, with the decision's reason."""
         self._asked, self._published, self._why = now, now, why
 
     def missed(self, why: str) -> None:
@@ -51,7 +50,7 @@ class RequestHops:
         return self._published - self._asked
 
     def published(self, now: float) -> None:
-        """Record that the prompt is published. The wait before is part of the `queue` hop."""
+        """The wait before the prompt is published is part of the `queue` hop."""
         self._published = now
 
     def pulled(self, worker: str, queued: float) -> None:

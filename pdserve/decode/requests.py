@@ -27,7 +27,6 @@ Outcome = PrefillDone | PrefillFailed | str
 """Outcome of a remote prefill: the answer, or why none will come, as a label of the failure metric."""
 
 CANCELLED = "cancelled"
-"""Outcome of a cancelled request."""
 OWN = "own"
 """Outcome when this worker, of role `both`, took its own request back from the queue."""
 STAND_IN = "stand-in"

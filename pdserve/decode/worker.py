@@ -14,7 +14,7 @@ The life of a request:
 6. The handle is checked (`kv/handles.py`). If anything failed, the prompt is prefilled locally.
 7. A suspect of an engine's death waits until all requests in the engine have a token (`scheduling/quarantine.py`).
 8. `_report` sends `Placed` to the frontend, and the prefill worker's first token.
-9. Local: the prompt waits for its turn, because chunks of prompts delay running streams
+9. Local: the prompt waits for its turn, because chunks of prompts delay decoding
    (`scheduling/prefill_slots.py`).
 10. `_generate` hands the request to the engine. With a handle, the engine reads the KV over NIXL (`kv/connector.py`);
     KV that cannot be read is recomputed.

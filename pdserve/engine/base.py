@@ -92,8 +92,7 @@ class Output:
     """On the first output of a request with `kv`: whether this engine computed the prompt, because its KV could not be
     read."""
     begun: float | None = None
-    """On the first output of a request: monotonic time at which the engine, having blocks and the KV, began to compute;
-    None: unknown."""
+    """On the first output of a request: monotonic time at which the engine began to compute it; None: unknown."""
     raw: Any = None
     """The engine's own output, for `pack`."""
 
@@ -107,13 +106,13 @@ class Step:
     unread: dict[str, str] = field(default_factory=dict)
     """Request id -> why its KV could not be read and is computed instead; once, before the request's first output."""
     released: list[str] = field(default_factory=list)
-    """`request_id` of the handles whose KV was freed: it was read, rejected, or past its KV lease. Each comes after its
-    finishing output, and once from each rank."""
+    """`request_id` of the handles whose KV was freed: it was read, rejected, or past its KV lease. Each rank reports
+    it."""
     unreachable: list[str] = field(default_factory=list)
     """`engine_id` of the handles whose prefill engine does not answer on its side channel."""
     complete: list[KvHandle] = field(default_factory=list)
-    """Of running prefills: the whole blocks from the start of the prompt that can be read already. They are kept as
-    long as the prefill runs; only the handle of its finishing output proves that it ran to the end."""
+    """Of running prefills: the whole blocks from the start of the prompt that can be read already. Only the handle of
+    the finishing output proves that their KV is valid."""
     ended: float = 0.0
     """Monotonic time at which the engine had the outputs."""
     prompt_tokens: int = 0
@@ -178,8 +177,7 @@ class Engine(Lifetime, AdapterEngine):
     @abstractmethod
     async def limit_chunk(self, tokens: int) -> None:
         """From the next step on, compute at most `tokens` prompt tokens in a step with other requests: of all prompts
-        together, but at least a KV block of each. The limit of the engine's configuration applies to each prompt
-        instead."""
+        together, but at least a KV block of each. The configured limit applies to each prompt."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:
@@ -200,8 +198,8 @@ class Engine(Lifetime, AdapterEngine):
     @abstractmethod
     def prefix_key(self, body: list[bytes]) -> PrefixKey | None:
         """What the names of the request's prefixes depend on besides its tokens. None if no other engine may prefill
-        the prompt, because the request needs more of it than the KV of its token ids (prompt logprobs, embeddings):
-        such a request is generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
+        the prompt, because the request needs more of it than the KV of its token ids (prompt logprobs, embeddings).
+        Raises ProtocolError for a body that cannot be read."""
 
     def prompt_names(self, prompt: list[int], body: list[bytes]) -> PromptNames | None:
         """The names of the prompt's blocks. None and errors as of `prefix_key`."""

@@ -42,7 +42,6 @@ class AddressedPrompts:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of the waiting prompts."""
         return sum(len(prompt.request.prompt) for prompt in self._waiting)
 
     def add(self, prompt: AddressedPrompt, token_seconds: float) -> None:
@@ -65,6 +64,5 @@ class AddressedPrompts:
             self._waiting.remove(prompt.request.client, prompt)
 
     async def give_back(self) -> None:
-        """Give back all waiting prompts."""
         while self._waiting:
             await self._waiting.pop(time.monotonic()).give_back()

@@ -27,7 +27,7 @@ FEW_PROMPTS = 3
 """With fewer prompts than this in the engine, the tokens of one step are enough: a pull is much faster than a step."""
 POLL_INTERVAL = 0.1
 """Seconds between two pulls of a worker that decodes, from a queue that seems empty."""
-STREAM_SHARE = 0.5
+DECODE_SHARE = 0.5
 """Share of the KV cache that prompts leave to decoding. Otherwise two workers full of prompts' KV would have no space
 to read each other's."""
 TICK = 0.02
@@ -62,7 +62,6 @@ class Pulling:
     running: RunningPrefills
     decode_load: Callable[[], DecodeLoad]
     draining: bool = False
-    """Whether to stop pulling."""
     stalled: bool = False
     """Whether the engine makes no progress; the worker pulls nothing until it does."""
     pulled: float = 0.0
@@ -119,8 +118,8 @@ class Pulling:
 
     @property
     def full(self) -> bool:
-        """Whether this worker decodes, and prompts may use no more of the KV cache (`STREAM_SHARE`)."""
-        return self.decode_load().streams > 0 and self.engine.usage.kv_usage > 1.0 - STREAM_SHARE
+        """Whether this worker decodes, and prompts may use no more of the KV cache (`DECODE_SHARE`)."""
+        return self.decode_load().streams > 0 and self.engine.usage.kv_usage > 1.0 - DECODE_SHARE
 
     def stop_waiting(self) -> None:
         """End a wait for a prompt: the engine has other work now, so another worker should pull the next prompt."""
@@ -138,7 +137,6 @@ class Pulling:
         return not (self.draining or self.stalled or self.running) and self.decode_load() == DecodeLoad()
 
     def learn(self, seconds: float) -> None:
-        """Record the seconds that a prompt took."""
         self.prompt_seconds += _WEIGHT * (seconds - self.prompt_seconds)
 
     def measure(self, outputs: list[Output]) -> None:

@@ -100,7 +100,6 @@ class RunningPrefills:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens to compute."""
         return sum(running.tokens for running in self)
 
     def __iter__(self) -> Iterator[RunningPrefill]:

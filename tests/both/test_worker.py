@@ -81,7 +81,7 @@ async def test_a_prompt_is_prefilled_locally_when_all_caches_are_full(
     pair: BothWorkers, monkeypatch: pytest.MonkeyPatch, draining: bool
 ) -> None:
     """A worker that drains prefills its own prompt locally, too."""
-    monkeypatch.setattr(pull_policy, "STREAM_SHARE", 1.0)  # any stream fills the cache
+    monkeypatch.setattr(pull_policy, "DECODE_SHARE", 1.0)  # any sequence fills the cache
     for worker in (pair.a, pair.b):
         worker.engine.faults.slow = 20.0
         await worker.frontend.stream()

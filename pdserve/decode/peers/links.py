@@ -106,7 +106,6 @@ class KvLinks:
         )
 
     def forget_gone(self) -> None:
-        """Forget workers that are no longer registered; instance ids are never used again."""
         for worker in self._links.keys() - {peer.id for peer in self.workers.peers()}:
             del self._links[worker]
             HANDSHAKE_FAILURES.remove(self.workers.model, worker)

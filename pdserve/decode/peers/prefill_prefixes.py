@@ -43,6 +43,5 @@ class PrefillPrefixIndex:
             self._index.expect(worker, request.names, found.block_size or 1, found.kv_blocks)
 
     def forget_gone(self) -> None:
-        """Forget workers that are no longer registered."""
         for worker in self._index.workers() - {peer.id for peer in self.workers.peers()}:
             self._index.forget(worker)

@@ -47,7 +47,6 @@ class UntakenPrompts:
 
     def __init__(self) -> None:
         self.last_message = 0.0
-        """Time of the last message of a prefill worker."""
         self.count = 0
         self._last = 0.0
         """When the last untaken prompt was given up."""
@@ -164,7 +163,6 @@ class PrefillWorkers:
         return self._untaken.last_message > when
 
     def left_untaken(self, request: DecodeRequest) -> None:
-        """Record that no worker pulled this request in time."""
         before = self._is_silent()
         self._untaken.untaken(request.asked, time.monotonic())
         if self._is_silent() and not before:

@@ -62,7 +62,6 @@ class NoHandle(Exception):
 
 
 def _why_none(reason: str, worker: str, seconds: float) -> str:
-    """Say why a request gets no answer. Pure."""
     if text := _NO_ANSWER.get(reason):
         return text.format(worker=worker or "a prefill worker") + f" ({seconds:.1f} s)"
     return f"{f'no answer of {worker}' if worker else 'no worker pulled it'} within {seconds:.1f} s"

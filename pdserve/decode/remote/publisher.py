@@ -77,7 +77,6 @@ class PromptPublisher:
         return 0 if is_flex(client) else self._queue.depth - self._held.behind(client)
 
     def remove(self, request: DecodeRequest) -> None:
-        """Forget a request that no longer awaits an answer."""
         self._held.remove(request.submit.client, request)
         self._published.discard(request)
         self.publish_next()

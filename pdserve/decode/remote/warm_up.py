@@ -39,7 +39,6 @@ class WarmUp:
     remote: RemotePrefill
     requests: DecodeRequests
     _tried: set[str] = field(default_factory=set)
-    """Prefill workers that were tried at least once."""
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:

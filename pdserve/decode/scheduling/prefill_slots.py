@@ -1,6 +1,6 @@
 """Limits how many prompts a decode worker's engine computes at a time, and their tokens in a step (the chunk).
 
-Each engine step computes a chunk of every prompt in the engine, and running streams wait for all of these chunks. So
+Each engine step computes a chunk of every prompt in the engine, and decoding waits for all of these chunks. So
 the engine gets only as many prompts as fit into one chunk together: one long prompt, or several short ones. The others
 wait in a fair queue, so that a request whose KV comes from a prefill worker never waits behind them in the engine. A
 very short prompt does not wait for another client's long one."""

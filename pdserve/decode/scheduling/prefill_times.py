@@ -84,7 +84,6 @@ class Estimator:
     _ended: float = 0.0
     """When the last step ended; 0: no sequence is decoded."""
     _last_arrival: float = 0.0
-    """When the last prompt arrived."""
     _spacing: float = 1.0
     """Mean seconds between two prompts."""
     _handover: LearnedMean = field(default_factory=lambda: LearnedMean(FIRST_HANDOVER))
@@ -159,10 +158,10 @@ class Estimator:
 
     def _chunk(self, requests: Iterable[DecodeRequest]) -> int:
         plain, token = self._plain.value or 0.0, self._chunk_token.value or 0.0
-        streams = [each for each in requests if each.has_first_step]
-        if streams and all(each.gap == math.inf for each in streams):
+        decoding = [each for each in requests if each.has_first_step]
+        if decoding and all(each.gap == math.inf for each in decoding):
             return chunk_without_slo(plain, token, self.usual, self.block())
-        steps = (longest_step(each.gap, plain) for each in streams if not each.missed_slo)
+        steps = (longest_step(each.gap, plain) for each in decoding if not each.missed_slo)
         return chunk_of(min(steps, default=math.inf), plain, token, self.usual, self.block())
 
     def stepped(self, ended: float, prompt_tokens: int) -> None:

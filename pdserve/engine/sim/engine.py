@@ -29,7 +29,7 @@ from pdserve.util.lru import LruDict
 from pdserve.util.ticks import tick
 
 _MAX_CATCH_UP = 0.005
-"""Most seconds by which a step is shortened if the one before ended late, because timers are coarse."""
+"""Maximum of seconds by which a step is shortened after a late one, because timers are coarse."""
 
 
 class SimEngine(SimAdapters, Engine):
@@ -281,7 +281,7 @@ class SimEngine(SimAdapters, Engine):
 
     def _schedule(self) -> list[tuple[SimRequest, int]]:
         """Tokens that each request computes in the next step, within the budget: first decoding requests, then prompts
-        in chunks, by arrival. (vLLM orders all by arrival, which is nearly the same.)"""
+        in chunks, by arrival."""
         budget = self._model.max_batched_tokens
         pulled = [request.pulled for request in self._running if request.prefilling]
         self._with_kv = self._with_kv + 1 if any(pulled) else 0

@@ -1,8 +1,7 @@
 """KV transfer between simulated engines: each runs a small TCP server, which decode engines ask for blocks.
 
-As with RDMA, a read does not check whether the blocks still hold the promised KV: the answer is their content at that
-moment. A late read gets another prompt's KV, and a decode engine that used it would generate wrong tokens. So the
-prefill engine also says whether it held the blocks until now."""
+As with RDMA, a read does not check whether the blocks still hold the promised KV: a late read may get another prompt's.
+So the prefill engine also says whether it held the blocks until now."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -153,7 +153,7 @@ def write_request(sampling: Sampling) -> list[bytes]:
 
 
 def read_output(packed: list[bytes], request_id: str, last: bool) -> CoreOutput | None:
-    """The single output in `packed`, as an output of this request (`last`: its last); None if it cannot be read."""
+    """Return the single output in `packed` under this request's id, finished if `last`; None if it cannot be read."""
     try:
         (output,) = _outputs.decode(packed[0]).outputs
     except (msgspec.MsgspecError, ValueError, IndexError):

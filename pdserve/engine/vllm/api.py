@@ -61,8 +61,8 @@ def on_cpu() -> bool:
 
 def compute_in_core(config: VllmConfig) -> None:
     """Run the model of a CPU engine with one rank in the core process, as vLLM does on GPUs. Otherwise each step goes
-    to a second process and back, and both spin while they wait (decision 0024). vLLM uses that process to set OpenMP
-    threads, which the plan has already done. Change nothing if vLLM is to bind the threads."""
+    to a second process and back, and both spin while they wait (decision 0024). Change nothing if vLLM is to bind the
+    OpenMP threads, for which it needs the second process."""
     parallel = config.parallel_config
     if parallel.world_size == 1 and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         parallel.distributed_executor_backend = "uni"
@@ -90,8 +90,7 @@ def keep_images() -> None:
 
 def meet_in(path: str) -> None:
     """Have the ranks of engines that are forked from this process meet through a file whose path begins with `path`, so
-    that the caller can remove it. Only the engine knows the name that vLLM would choose, and a killed engine leaves the
-    file."""
+    that the caller can remove the file of a killed engine."""
 
     def init_method() -> str:
         return f"file://{path}{uuid4().hex}"
@@ -103,7 +102,7 @@ def meet_in(path: str) -> None:
 def end_with_ranks() -> None:
     """Have the core of an engine that is forked from this process kill its ranks and end as soon as one rank ends. The
     core's exit status then says how that rank ended (`BY_SIGNAL`). vLLM would wait 9 s for the other ranks, which
-    cannot finish, and its core's exit status would not say how the first rank ended."""
+    cannot finish."""
     this_process = os.getpid()
 
     def start_worker_monitor(self: MultiprocExecutor, inline: bool = False) -> None:

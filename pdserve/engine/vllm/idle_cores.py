@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 VARIABLE = "PDSERVE_MAX_THREADS"
-"""Environment variable, set by the plan: most threads of a step."""
+"""Environment variable, set by the plan: maximum of threads for a step."""
 MIN_TOKENS = 128
 """Prompt tokens of a step for which more threads are started; a shorter step does not gain from them."""
 LOOKS = 4
 LOOK_INTERVAL = 50e-6
-"""Seconds between two looks at the running threads. The processes that have just passed on the request run for some
-100 us longer; an engine that computes runs at each look."""
+"""Seconds between two looks at the running threads. An engine that computes runs at each look. Processes that have just
+passed on a request stop after some 100 us."""
 _LOAD = Path("/proc/loadavg")
 
 

@@ -119,9 +119,8 @@ def prefix_key(request: api.EngineCoreRequest) -> PrefixKey | None:
 
 
 def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
-    """Why vLLM ended a request by its grammar: it does not compile, or rejected the tokens in `rejected`. Empty if
-    the request has no grammar. vLLM's frontend does not compile the grammar, and the engine only logs the reason. A
-    grammar without finite text ({"$ref": "#"}) rejects every token."""
+    """Why a request's grammar made vLLM end it: the grammar does not compile, or rejected the tokens in `rejected`.
+    Empty if the request has no grammar. The engine itself only logs the reason."""
     asked = read_body(body).sampling_params.structured_outputs
     if asked is None:
         return ""
@@ -151,9 +150,8 @@ def to_prefill(
     request_id: str, prompt: list[int], body: list[bytes], *, samples: bool
 ) -> tuple[api.EngineCoreRequest, bool]:
     """Return a request for one token, and whether that token is the first of the client's request. It is if `samples`
-    is true and the sampling parameters allow it. Otherwise the token is sampled greedily, without any parameter that
-    could delay or end the request, because KV does not depend on sampling. KV depends on LoRA and cache salt, which
-    stay."""
+    is true and the sampling parameters allow it. Otherwise the request has no sampling parameters that could delay or
+    end it, because only its KV is used."""
     request = _own(request_id, prompt, body)
     if prefix_key(request) is None:
         raise ProtocolError("this prompt cannot be prefilled for another engine")
