@@ -87,7 +87,7 @@ class Pulling:
             return [prompt]
         self._begun_addressed = False
         pulled = await self._pull()
-        if not pulled and (prompt := self.addressed.pop(flex=True)):
+        if not pulled and self._has_capacity() and (prompt := self.addressed.pop(flex=True)):
             return [prompt]
         return pulled
 
@@ -107,6 +107,7 @@ class Pulling:
         capacity. Otherwise the prompt waits for its turn."""
         if self._waiting is not None and self._has_capacity():
             return True
+        self.stop_waiting()  # the end of the wait may come long after the engine has capacity again
         self.addressed.add(prompt, self.speed.token_seconds.value or 0.0)
         self.running.changed.set()
         return False

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.contract.messages import RETURNED, PrefillFailed, PrefillRequest
 from pdserve.contract.records import WIRE, Instance, Role, encode_record
+from pdserve.prefill.pull_policy import PULL_WAIT
 from tests.conditions import holds, until
 from tests.engine.sims import LOADED, body
 from tests.prefill.test_worker import PROMPT, Scene
@@ -63,6 +64,21 @@ async def test_an_idle_worker_begins_an_addressed_prompt_at_once_and_continues_t
     assert (await scene.done("mine")).handle.engine_id == "prefill-0"
     await scene.ask("queued")
     assert await scene.done("queued")
+
+
+async def test_an_addressed_prompt_does_not_wait_for_the_end_of_a_pull() -> None:
+    """While the worker waits at the queue, the running prompt's KV fills the cache."""
+    async with Scene(max_num_batched_tokens=256, num_gpu_blocks_override=40) as scene:
+        pulling = scene.worker._prompts.pulling
+        await until(lambda: pulling._waiting is not None)
+        scene.engine.faults.going.clear()
+        await address(scene, "first")
+        await until(lambda: begun(scene) == ["first"] and not pulling._has_capacity())
+        assert pulling._waiting is not None
+        await address(scene, "second", list(range(2000, 2200)))
+        await until(lambda: waiting(scene) == 1)
+        scene.engine.faults.going.set()
+        await until(lambda: "second" in scene.started, within=PULL_WAIT / 2)
 
 
 async def test_addressed_and_queued_prompts_take_turns(full: Scene) -> None:
