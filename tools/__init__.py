@@ -1,1 +1,1 @@
-"""What the maintainers run, and no server needs: not in the package."""
+"""Programs for maintainers. The package does not have them."""

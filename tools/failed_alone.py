@@ -1,8 +1,7 @@
 """Reruns failed tests, each alone on the machine: `python -m tools.failed_alone`.
 
 A test with a time limit can fail because other tests start engines at the same time. Such a test is excused if it
-passes `TIMES` times alone. It is listed at the end, because it needs a limit that does not depend on the machine. With
-more than `MOST` failures nothing is rerun.
+passes `TIMES` times alone. With more than `MAX_FAILED` failures nothing is rerun.
 """
 
 import json
@@ -10,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST, TIMES = 6, 3
+MAX_FAILED, TIMES = 6, 3
 FAILED = Path(".pytest_cache/v/cache/lastfailed")
 """Where pytest saves the failed tests of its last run."""
 
 
 def main() -> int:
     failed = list(json.loads(FAILED.read_text())) if FAILED.exists() else []
-    if not 0 < len(failed) <= MOST or not all("::" in test for test in failed):
+    if not 0 < len(failed) <= MAX_FAILED or not all("::" in test for test in failed):
         print(f"{len(failed)} failed: not run again")
         return 1
     for test in failed:

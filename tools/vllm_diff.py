@@ -54,7 +54,8 @@ class Release:
         return None if source is None else ast.parse(source)
 
     def find(self, dotted: str) -> tuple[str, ast.AST] | None:
-        """Return the module and node that define a dotted name: a module, a name in one, or a (base) class's member."""
+        """Return the module and node that define a dotted name: of a module, a name in a module, or a class's
+        member."""
         owner, _, name = dotted.rpartition(".")
         if (module := self.tree(dotted)) is not None:
             return dotted, module

@@ -112,7 +112,7 @@ def read(text: str, version: str) -> Protocol:
 
 
 def variants(kind: Any) -> list[Any]:
-    """Return messages of this class with all fields set, enough to have each alternative of each field."""
+    """Return messages of this class with all fields set. Together they have each alternative of each field."""
     hints = typing.get_type_hints(kind, include_extras=True)
     possible = {name: values(hint) for name, hint in hints.items()}
     first = {name: each[0] for name, each in possible.items()}

@@ -177,7 +177,7 @@ class Story:
         share, style, glue = rng.uniform(*self.mix.filler), filler_style(rng), rng.choice("    \n")
         end, first = self.length + budget, True
         while self.length < end:
-            # A share of sentences is also that share of tokens: filler sentences and facts are about equally long.
+            # Filler sentences and facts are about equally long, so a share of sentences is the same share of tokens.
             sentence = style() if rng.random() < share else self.tell()
             self.add(sentence if first else glue + sentence, breaks=True)
             first = False
@@ -195,7 +195,8 @@ class Story:
         return self.phrase(phrases.QUESTIONS).format(key=key), answer
 
     def told_key(self) -> Key:
-        """Return a key with a code, mostly one not asked for yet, whose code stands only in the distant fact."""
+        """Return a key with a code. Usually it was not asked for yet, so that its code stands only in the distant
+        fact."""
         if not self.unasked or self.rng.random() < 0.1:
             return self.rng.choice(list(self.told))
         return self.unasked.pop(self.rng.randrange(len(self.unasked)))

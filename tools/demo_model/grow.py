@@ -21,7 +21,7 @@ _UNITS = {"M": 10**6, "B": 10**9}
 
 
 def parameters(text: str) -> int:
-    """Read `30M`. Raises ValueError."""
+    """Parse a number such as `30M`. Raises ValueError."""
     return int(float(text[:-1]) * _UNITS[text[-1:]]) if text[-1:] in _UNITS else int(text)
 
 

@@ -2,7 +2,7 @@
 
 It is an Idefics3, because vLLM 0.32 needs torchvision for most other architectures (docs/decisions/0086). Its vision
 tower is random and its text weights are the demo model's plus noise, both from fixed seeds. Its text makes no sense,
-but differs from the first token on between two images. An image is 64 tokens and three marks."""
+but for another image it has another first token. An image is 64 tokens and three marks."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.demo import MODEL_DIR
 
 SIDE, PATCH, WIDTH, LAYERS = 112, 14, 64, 2
-"""Pixels along an image and along a patch; width and depth of the vision tower."""
+"""Pixels of an image's and of a patch's side; width and depth of the vision tower."""
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 ROOM = 64
 """Rows that MARKS add to the vocabulary, with padding."""

@@ -1,4 +1,4 @@
-"""The demo model's fixed answers to messages that do not ask for a code. A stream of a fixed text is easy to check."""
+"""The demo model's fixed answers to messages that do not ask for a code. Tests can check a fixed text."""
 
 from tools.demo_model.phrases import listed
 from tools.demo_model.words import NUMBER_WORDS
