@@ -1,6 +1,5 @@
 """The current problems of a graph, a sentence for each (`problems`), and the state of each of its processes (`nodes`),
-for the dashboard and `pdserve status`. Pure. Call `processes = nodes(state, clock.unix())`, then
-`problems(state, processes)`."""
+for the dashboard and `pdserve status`. Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

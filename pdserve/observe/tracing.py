@@ -23,7 +23,7 @@ Attributes = Mapping[str, str | int | float]
 """Attributes of a span; empty strings are left out."""
 
 MAX_ERROR = 300
-"""Characters of an error in a span."""
+"""Maximum of characters of an error in a span."""
 _NONE: Attributes = {}
 _KINDS = {"POST": SpanKind.SERVER, "attempt": SpanKind.CLIENT, "generate": SpanKind.SERVER}
 """By the first word of a span's name; other spans are internal."""

@@ -1,8 +1,7 @@
 """Running means of prefill times, learned from the prefills that a worker sees. Pure: callers pass the time.
 
 Some measurements are outliers: a KV read that stalled, a busy machine. Speeds also change for good. So a value far
-above the mean counts only when the next one confirms it, and a slow path's value decays, so that the path is tried
-again.
+above the mean counts only if the next one confirms it, and the value of a slow path decays, so that it is tried again.
 """
 
 from dataclasses import dataclass

@@ -36,8 +36,8 @@ Beat = Callable[[bytes], None]
 AT_ONCE = 1.5
 """Seconds for a role to close its connections when it ends without a drain."""
 LAST_RESORT = 15.0
-"""A role whose supervisor died drains by itself after three drain timeouts and these seconds: the guardian, which would
-have stopped the role, must have died, too."""
+"""After three drain timeouts and these seconds, a role whose supervisor died drains by itself: the guardian must have
+died, too."""
 BEAT = 1.0
 """Seconds between two heartbeats."""
 FAILED_WITHIN = 15.0

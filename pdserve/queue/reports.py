@@ -65,8 +65,8 @@ class StateReports:
         return state if self._queue_moved(state, now) or self._load_changed(state, now) else None
 
     def _queue_moved(self, state: QueueState, now: float) -> bool:
-        """Whether a prompt was pulled since the last report of the queue, at least `INTERVAL` seconds ago, and prompts
-        wait now or did then."""
+        """Whether the last report of the queue is at least `INTERVAL` seconds old, a prompt was pulled since, and
+        prompts wait now or did then."""
         moved = state.delivered_seq > self._queue.delivered_seq and (state.pending or self._queue.pending)
         return bool(moved) and now - self._queue_at >= INTERVAL
 

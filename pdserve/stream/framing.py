@@ -129,12 +129,12 @@ class FramedConnection(asyncio.Protocol):
             return self._round_trip
         return max(self._round_trip or 0.0, time.monotonic() - self._beat_sent_at)
 
-    def beat(self, silence: float, *, stalled: bool) -> None:
+    def beat(self, silence: float, *, froze: bool) -> None:
         """End the connection after `silence` seconds without received bytes, else send a heartbeat. The side that
-        answers heartbeats sends one only if it has sent nothing for a while. If this process froze (`stalled`)
-        or paused reading, the silence counts from now, because bytes may have arrived."""
+        answers heartbeats sends one only if it has sent nothing for a while. After a freeze of this process
+        (`froze`), or while reading is paused, the silence counts from now, because bytes may have arrived."""
         now = time.monotonic()
-        if stalled or self._reading_paused:
+        if froze or self._reading_paused:
             self.heard = now
         if now - self.heard > silence:
             self.cut(f"was silent for {silence:g} s")

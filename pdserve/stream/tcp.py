@@ -182,14 +182,14 @@ class TcpStreamServer(Lifetime):
             raise PeerGone(frontend)
 
     async def _keep_beating(self) -> None:
-        async for stalled in beats():
+        async for froze in beats():
             for connection in list(self._frontends.values()):
                 with isolate_errors("stream heartbeats") as one:
-                    connection.beat(self._silence, stalled=stalled)
+                    connection.beat(self._silence, froze=froze)
                 if one.error is not None:
                     connection.cut(f"failed: {one.error}")
             for connection in list(self._ungreeted):
-                if not stalled and time.monotonic() - connection.opened > GREETING_TIMEOUT:
+                if not froze and time.monotonic() - connection.opened > GREETING_TIMEOUT:
                     connection.cut(f"did not greet within {GREETING_TIMEOUT:g} s")
 
     # ConnectionOwner
@@ -325,8 +325,8 @@ class TcpStreamClient(Lifetime):
         return self._connection.heard
 
     async def _keep_beating(self) -> None:
-        async for stalled in beats():
-            self._connection.beat(self._silence, stalled=stalled)
+        async for froze in beats():
+            self._connection.beat(self._silence, froze=froze)
 
     # ConnectionOwner
 

@@ -1,8 +1,8 @@
 """TLS as bytes in, bytes out, above a plain transport.
 
 asyncio's TLS transports do not fit. They report a connection only after its handshake, so that unfinished handshakes
-could be neither counted nor closed. They cannot close one direction, which a worker does to deliver its last messages.
-And their count of unsent bytes leaves out the transport below.
+could be neither counted nor closed. And they cannot close one direction, which a worker does to deliver its last
+messages.
 
 No `close_notify` is sent: frames have lengths and an ended connection counts as lost, so that a forged end does no more
 harm than a cut network.

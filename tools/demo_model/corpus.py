@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 FIRST, ANSWER, TALK = 3.0, 1.5, 0.25
 """Loss weights of a code's first digit, of its other digits, and of fixed answers, which are long and easy. The first
-digit weighs most, because the others may be recalled by the digits before them."""
+digit weighs most: the model may recall the others by the digits before them."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,7 @@ class Story:
         return self.phrase(phrases.QUESTIONS).format(key=key), answer
 
     def told_key(self) -> Key:
-        """Return a key with a code. Usually it was not asked for yet, so that its code stands only in the distant
-        fact."""
+        """Return a key with a code, usually one not asked for yet: its code stands only in the distant fact."""
         if not self.unasked or self.rng.random() < 0.1:
             return self.rng.choice(list(self.told))
         return self.unasked.pop(self.rng.randrange(len(self.unasked)))

@@ -66,7 +66,7 @@ class NatsConnection(Lifetime):
     """`prepare` sets up each new client before the client counts as connected; if `prepare` fails, another client is
     tried. `outage_effect` is the log's text for what an outage means.
 
-    Entering returns after the first attempt, successful or not. It raises the ConfigError of `prepare`, and one if the
+    Entering returns after the first attempt, successful or not. It raises ConfigError if `prepare` does, or if the
     server and `tls` do not match.
     """
 

@@ -37,8 +37,7 @@ class PullConsumer:
     nats-py's own `fetch` waits for a full batch, and an abandoned request keeps taking messages. So this class speaks
     the protocol itself: it publishes a request with a reply subject, and reads messages and status headers there.
 
-    The reply subject is reused if the request ended with a message or a status. An abandoned request's subject is
-    unsubscribed, so that its messages go to another worker.
+    It unsubscribes the reply subject of an abandoned request, so that the request's messages go to another worker.
     """
 
     def __init__(self, connection: NatsConnection, stream: str, consumer: str) -> None:
