@@ -90,7 +90,7 @@ class DecodeRequest:
     missed_slo: bool = False
     """Whether its TTFT or a gap was longer than its SLO."""
     warm_up_with: str = ""
-    """Instance id of the prefill worker, for a warm-up, which has no frontend."""
+    """Of a warm-up: instance id of the prefill worker."""
     kv_unread: bool = False
     """Whether its KV could not be read from the prefill worker."""
     failure: str = ""

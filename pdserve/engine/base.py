@@ -156,9 +156,9 @@ class Engine(Lifetime, AdapterEngine):
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
     ) -> Output | None:
-        """Turn the prefill engine's packed output into one of this engine, finished if the request ends with its token.
-        Pack it at once: its times are relative to this engine's last step. None if this engine might have sampled
-        another token, or if `packed` cannot be read."""
+        """Turn the prefill engine's packed output into one of this engine. Pack it at once, because its times are
+        relative to this engine's last step. None if this engine might have sampled another token, or if `packed` cannot
+        be read."""
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
@@ -177,7 +177,7 @@ class Engine(Lifetime, AdapterEngine):
     @abstractmethod
     async def limit_chunk(self, tokens: int) -> None:
         """From the next step on, compute at most `tokens` prompt tokens in a step with other requests: of all prompts
-        together, but at least a KV block of each. The configured limit applies to each prompt."""
+        together, but at least a KV block of each. If it is the configured limit, it applies to each prompt."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:
@@ -202,13 +202,13 @@ class Engine(Lifetime, AdapterEngine):
         Raises ProtocolError for a body that cannot be read."""
 
     def prompt_names(self, prompt: list[int], body: list[bytes]) -> PromptNames | None:
-        """The names of the prompt's blocks. None and errors as of `prefix_key`."""
+        """The names of the prompt's blocks. For None and errors, see `prefix_key`."""
         key = self.prefix_key(body)
         return None if key is None else PromptNames(prompt, *key)
 
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
         """How many leading tokens of the prompt have their KV in this engine's prefix cache or in host memory. An
-        estimate: it may be stale. None and errors as of `prefix_key`."""
+        estimate: it may be stale. For None and errors, see `prefix_key`."""
         names = self.prompt_names(prompt, body)
         return None if names is None else self.prefixes.hit(names)
 

@@ -3,8 +3,8 @@ Workers with the same served name and different fingerprints must not share KV o
 
 It is equal on all hosts with the same files; paths and times do not count. Small files (configuration, tokenizer, code)
 are read completely. Of weights it reads the name, the size, the header and some pages of each tensor, or some pages of
-the file if its format has no tensor index. That is some megabytes of a model of 30 GB, and misses only changes of a few
-numbers within single tensors; training changes nearly all of them."""
+the file if its format has no tensor index. That is some megabytes of a model of 30 GB. A change of only a few numbers
+may be missed; training changes nearly all numbers."""
 
 import asyncio
 import hashlib
@@ -58,13 +58,13 @@ class Fingerprint:
         self._before: str | None = None
 
     async def before(self) -> None:
-        """Record the state of the files. For a hub id that is the commit, because its files may not be downloaded yet,
-        and never change afterwards."""
+        """Record the state of the files. For a hub id it is the commit, whose files never change and may not be
+        downloaded yet."""
         self._before = await asyncio.to_thread(self._state)
 
     async def after(self) -> str:
         """The fingerprint. Raises EngineDead if the files changed since `before`, because it is unknown which version
-        the engine has read. A restarted worker reads the new version."""
+        the engine has read."""
         if self._before is not None and await asyncio.to_thread(self._state) != self._before:
             raise EngineDead(f"the files of {self._model} changed while they were loaded")
         return await asyncio.to_thread(self._digest)

@@ -19,7 +19,6 @@ class PrefillChunk:
         self._short_steps, self._is_short = 0, False
 
     def set_limit(self, tokens: int) -> None:
-        """Set the limit from the next step on."""
         self._tokens = tokens
         self._apply()
 

@@ -30,7 +30,6 @@ class ReadTimes:
         self._begun: dict[str, tuple[str, float, int]] = {}
 
     def begin(self, request: str, source: str, size: int) -> None:
-        """Record that a read of `size` bytes from engine `source` begins."""
         self._begun[request] = source, time.monotonic(), size
 
     def end(self, ended: Set[str], failed: Set[str]) -> list[list[str | float]]:

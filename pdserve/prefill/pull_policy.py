@@ -2,7 +2,7 @@
 
 A prefill worker pulls whenever its engine has capacity. On a worker of role `both`, a prompt delays every sequence that
 is decoded, so it should go to the worker that decodes the fewest. A worker that decodes none waits at the queue and
-gets a prompt at once. Another worker polls the queue, and leaves a waiting prompt to the others for a moment (`pause`):
+gets a prompt at once. Any other worker polls the queue, and leaves a waiting prompt to the rest for a moment (`pause`):
 the longer, the more of its slots are taken (docs/decisions/0026-any-worker-can-do-either.md)."""
 
 import asyncio

@@ -33,7 +33,7 @@ POLL_INTERVAL = 0.5
 MAX_UNHEARD = 2
 """Failed checks in a row after which a worker counts as lost. After one it may be reconnecting."""
 MAX_UNTAKEN = 2
-"""Prompts in a row that no prefill worker pulled, after which prompts are prefilled locally for `RETRY_AFTER`."""
+"""After this many prompts in a row that no prefill worker pulled, prompts are prefilled locally for `RETRY_AFTER`."""
 RETRY_AFTER = 30.0
 """Seconds of local prefill. Then remote prefill is tried again, because workers without prompts send no messages."""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
@@ -87,7 +87,7 @@ class PrefillWorkers:
     _newcomers: list[Instance] = field(default_factory=list)
     """Workers that are not ready yet."""
     _version: int = -1
-    """Version of the view from which both lists are. They are kept, because each request asks for them."""
+    """The view's version when both lists were read from it. They are kept, because each request asks for them."""
 
     # which are available
 

@@ -136,8 +136,8 @@ class SeenLoad:
     """Seconds since the report."""
 
     def left(self, own: int, token_seconds: float) -> tuple[float, float]:
-        """Return the tokens that the prefill worker has yet to compute, and its seconds per token. If `own` tokens, of
-        this decode worker's prompts there, are overdue, the prefill worker counts as slower than it reported."""
+        """Return the tokens that the prefill worker has yet to compute, and its seconds per token. `own`: tokens of
+        this decode worker's prompts there. If these are overdue, the worker counts as slower than it reported."""
         left = self.load.tokens - self.age / token_seconds
         if left >= 0 or not own:
             return max(left, 0.0), token_seconds

@@ -29,7 +29,7 @@ MIN_SPACING = 0.001
 FIRST_HANDOVER = 0.02
 """Seconds of a handover to assume before one is measured."""
 MIN_SLOWDOWN = 1.5
-"""Remote prefills slow steps down if steps take this many times as long meanwhile; less is noise."""
+"""Remote prefills count as slowing steps down if these take this many times as long meanwhile."""
 
 
 def _passed(
@@ -48,12 +48,11 @@ class Outlook:
     backlog: float
     """Time that one worker needs for this worker's prompts that no engine has yet."""
     wait: float
-    """Until a prompt that arrives now starts: locally or remotely, whichever is sooner."""
+    """Time until a prompt that arrives now starts on the sooner way, local or remote."""
     token: float
-    """Per prompt token on the sooner way."""
+    """Time for each prompt token on the sooner way."""
     gap: float
-    """A step without prompts, or the time from KV to the next token, whichever is longer. Each decays while it is not
-    measured, because the worker may have become faster."""
+    """Time of a step without prompts, or of a handover if that is longer. Both decay while they are not measured."""
 
 
 @dataclass(eq=False)
@@ -70,7 +69,7 @@ class Estimator:
     """Role `both`: tokens of the queue's prompts that this engine has."""
     _local: PrefillSpeed = field(default_factory=PrefillSpeed)
     _plain: LearnedMean = field(default_factory=LearnedMean)
-    """Seconds of a step that decodes and computes no prompt."""
+    """Seconds of a step that only decodes."""
     _undisturbed: LearnedMean = field(default_factory=LearnedMean)
     """`_plain` while no prefill worker computes a prompt for this worker."""
     _disturbed: LearnedMean = field(default_factory=LearnedMean)
@@ -165,8 +164,8 @@ class Estimator:
         return chunk_of(min(steps, default=math.inf), plain, token, self.usual, self.block())
 
     def stepped(self, ended: float, prompt_tokens: int) -> None:
-        """Learn how long an engine step takes without prompts, and how many seconds each prompt token adds. Record the
-        step's outputs first."""
+        """Learn how long an engine step takes without prompts, and how many seconds each prompt token adds. Call it
+        after the step's outputs are recorded."""
         is_disturbed = any(each.remote_tokens and each.prefiller for each in self.requests)
         if self._ended and not prompt_tokens:
             self._plain.learn(ended - self._ended, ended)

@@ -196,7 +196,6 @@ class SimRequest:
     whole: list[int]
     """Contents of the prompt's full blocks once they are computed."""
     kv: KvHandle | None = None
-    """Where to read the prompt's KV."""
     keep: bool = False
     """Whether it is a prefill, whose blocks are kept until they are read or the KV lease ends."""
     blocks: list[int] = field(default_factory=list)
@@ -239,7 +238,6 @@ class SimRequest:
         return len(self.tokens) >= self.max_tokens
 
     def output(self, handle: KvHandle | None, model: SimModel) -> Output:
-        """The output with the newest token."""
         first = len(self.tokens) == 1
         raw = CoreOutput(
             self.request_id,

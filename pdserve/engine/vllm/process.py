@@ -33,7 +33,7 @@ LEASE = 30
 WORKER_EXTENSION = "pdserve.engine.vllm.worker.WorkerExtension"
 """A name, not the class: only vLLM's worker processes may import the module, because importing it patches vLLM."""
 SHUTDOWN_TIMEOUT = 2.0
-"""Seconds until the processes are killed. vLLM's worker rarely ends by itself, even with nothing left to do."""
+"""Seconds that vLLM's processes get to end by themselves; then they are killed."""
 DEAD_POLL_INTERVAL = 0.5
 """Seconds between two checks whether the engine is dead."""
 CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP}

@@ -1,7 +1,7 @@
 """Reads KV ahead: overlaps KV transfer with prefill, so that a decode engine has most of the KV when the prefill ends.
 
-A prefill engine names the blocks that are complete after each step. The decode engine reads them into free blocks of
-its pool, which belong to no request and are not in the prefix cache. It uses them only if the finished prefill's handle
+During a prefill, the prefill engine names the complete blocks. The decode engine reads them into free blocks of its
+pool, which belong to no request and are not in the prefix cache. It uses them only if the finished prefill's handle
 names the same blocks, the prefill was never preempted, and the prefill engine confirmed after each read that it still
 held the KV. Then the blocks enter the prefix cache, where the request finds them. Otherwise they go back to the pool
 once all reads into them have ended, because a read cannot be aborted (docs/decisions/0004-stalled-reads.md,
