@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 NAME_BYTES = 8
-"""Length of a name."""
 MAX_REPORTED = 4096
 """Maximum of names that a worker reports for its cache. For blocks that are only in host memory, it reports up to as
 many again. Of a larger cache it reports every 2nd block, every 4th, and so on."""

@@ -98,7 +98,6 @@ class Receipt(Struct, frozen=True):
 
     @property
     def has_detour(self) -> bool:
-        """Whether it had a fallback or a migration."""
         return any(hop.name in DETOURS for hop in self.hops)
 
 

@@ -21,7 +21,7 @@ SLOW_FACTOR = 4.0
 """A link is slow if its bytes per second are below the median of the other links by this factor, and its seconds per
 request are above their median by half this factor. Unusually short or long prompts cause only one of the two."""
 MIN_SLOW_PULL = 0.25
-"""Least seconds per request of a link that is reported as slow."""
+"""Minimum of seconds per request of a link that is reported as slow."""
 MAX_IDLE = 60.0
 """Seconds without a read after which a link is no longer reported as slow."""
 SLOW_PULL = 1.0
@@ -29,7 +29,7 @@ SLOW_PULL = 1.0
 SLOW_ROUND_TRIP = 0.25
 """Seconds of a heartbeat's round trip above which a link is reported as slow."""
 MAX_PROBLEMS = 12
-"""Problems in a list, at most."""
+"""Maximum length of a list of problems."""
 FULL = 0.97
 """Share of the KV blocks in use from which on a KV cache is reported as full."""
 

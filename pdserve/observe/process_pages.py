@@ -35,7 +35,7 @@ LOOP_TIMEOUT = 1.0
 READ_TIMEOUT = 2.0
 """Seconds for a request to another process's pages."""
 MAX_READS = 128
-"""Processes to read at the same time."""
+"""Maximum of processes that are read at the same time."""
 MAX_OPEN = 32
 """Connections to a process's pages, each with a thread; a further one closes the oldest."""
 CLIENT_TIMEOUT = 5.0

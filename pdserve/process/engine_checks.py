@@ -41,7 +41,7 @@ REACH_INTERVAL = 10.0
 MAX_UNREACHED = 3
 """Failed probes of the side channel in a row after which the worker ends."""
 DEATH_NOTICED_WITHIN = 5.0
-"""Seconds from the death of an engine to its discovery, at most."""
+"""Maximum of seconds from the death of an engine to its discovery."""
 MIN_PROMPT_SPEED = 500.0
 """Prompt tokens per second of the slowest engine: bounds how long a prompt runs before it crashes the engine."""
 TOLERANCE = 0.2

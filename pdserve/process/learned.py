@@ -57,7 +57,7 @@ class PrefillSpeed:
 
     def done(self, tokens: int, since: float, now: float) -> None:
         """Record that prompts of `tokens` in total were done at `now`; the first of them arrived at `since`. Prompts in
-        a row are measured together, because each may have been computed in part beside the one before."""
+        a row are measured together, because an engine may compute the end of one and the start of the next at once."""
         self._usual += (WEIGHT if self._usual else 1.0) * (tokens - self._usual)
         in_a_row = since < self._free
         if not in_a_row or self._tokens > MAX_ROW * self._usual:

@@ -134,7 +134,7 @@ def generation(card: ModelCard, others: list[ModelCard]) -> int:
 
 
 def refusal(registered: Sequence[Instance]) -> str:
-    """Why a process of this build may not register beside these; empty if it may. Pure."""
+    """Why a process of this build may not register while these are registered; empty if it may. Pure."""
     far = [instance for instance in registered if not is_compatible(instance.wire)]
     if not far:
         return ""
@@ -237,7 +237,6 @@ class Presence:
                 await self._write()
 
     async def set_adapters(self, adapters: list[Adapter] | None) -> None:
-        """Register the adapters that the engine has now."""
         self.instance = msgspec.structs.replace(self.instance, adapters=adapters)
         if self.announced.is_set():
             await self._write()

@@ -28,16 +28,15 @@ class Stops:
 
     def __init__(self) -> None:
         self.count = 0
-        self._last = 0.0
-        """Time of the last stop."""
+        self._stopped_at = 0.0
 
     def adds(self, number: signal.Signals) -> bool:
         """Whether the signal asks for another stop. SIGHUP can only be the first, because the shell and the kernel both
         send it when a terminal is closed."""
         now = time.monotonic()
-        if self.count and (number == signal.SIGHUP or now < self._last + SAME_STOP):
+        if self.count and (number == signal.SIGHUP or now < self._stopped_at + SAME_STOP):
             return False
-        self.count, self._last = self.count + 1, now
+        self.count, self._stopped_at = self.count + 1, now
         return True
 
 

@@ -140,7 +140,6 @@ class EngineWorker(Service):
         await self._presence.wait_until_compatible()
 
     def _stall_changed(self) -> None:
-        """Register the change at once."""
         self._presence.changed.set()
 
     def _show_usage(self) -> None:

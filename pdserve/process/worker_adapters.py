@@ -42,8 +42,7 @@ class WorkerAdapters:
         self._registry = registry
         self._loaded: dict[Key, Adapter] = {}
         self._published: list[Adapter] | None = None
-        self._tried = time.monotonic()
-        """Time of the last retry of failed loads."""
+        self._retried_at = time.monotonic()
 
     @property
     def listed(self) -> list[Adapter] | None:
@@ -88,8 +87,8 @@ class WorkerAdapters:
         return {(each.name, each.asked): each for each in wanted}
 
     async def _load(self, wanted: Mapping[Key, Adapter]) -> None:
-        if may_retry := time.monotonic() >= self._tried + RETRY_AFTER:
-            self._tried = time.monotonic()
+        if may_retry := time.monotonic() >= self._retried_at + RETRY_AFTER:
+            self._retried_at = time.monotonic()
         for key, adapter in wanted.items():
             before = self._loaded.get(key)
             # a failed first load is not retried: its frontend reports the failure to the client

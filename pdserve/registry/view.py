@@ -140,7 +140,6 @@ class RegistryView(Lifetime):
         return {each.name: each for each in self.all_adapters() if each.model == model}
 
     def all_adapters(self) -> list[Adapter]:
-        """Return the adapters of all models."""
         return [each for _, each in sorted(self._adapters.items())]
 
     def loading(self, model: str) -> list[Adapter]:

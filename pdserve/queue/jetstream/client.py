@@ -110,7 +110,6 @@ async def discard(client: GraphClient) -> None:
 
 
 async def _on_error(error: Exception) -> None:
-    """Log an error of nats-py, or of a message handler."""
     if isinstance(error, PASSING):
         logger.debug("nats: %s", error)
     else:

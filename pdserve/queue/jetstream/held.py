@@ -16,7 +16,7 @@ from pdserve.util.lru import LruDict
 logger = logging.getLogger(__name__)
 
 MIN_INTERVAL = 0.1
-"""Seconds between two reports, at least."""
+"""Minimum of seconds between two reports."""
 REPEAT = 1.0
 """Seconds between two reports while this process holds requests."""
 FORGET = 3.0

@@ -94,8 +94,8 @@ class JetStreamQueue(PrefillQueue):
         self._pulled = asyncio.Event()
         """set by a pull that is not reported yet"""
         self._last_pull: tuple[QueueState, Puller | None] = QueueState(0, 0), None
-        """the state after this process's last pull, and the puller. `_report_state` uses the state once, because it
-        ages, and after a data loss the stream is another one; then it is 0, 0"""
+        """the state after this process's last pull, and the puller. `_report_state` takes the state and leaves 0, 0,
+        because an old state may be of another stream"""
         self._created: datetime | None = None
         """when the stream was created, by the server's clock"""
         self._checked_at = 0.0
@@ -364,7 +364,7 @@ class JetStreamQueue(PrefillQueue):
         return self._connection.decoded(self._listen_to_notices(), decode_to_prefill)
 
     def _listen_to_notices(self) -> SubjectMessages:
-        """Subscribe once, both to skip queued requests that were cancelled and for `notices`."""
+        """Subscribe once, for `notices` and to drop cancelled requests."""
         if self._notices is None:
             inbox = self._notices = SubjectMessages(self._names.notices)
 
