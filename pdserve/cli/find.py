@@ -131,8 +131,8 @@ def find_slot(role: Role, file: Path, index: int, node: int = 0) -> tuple[Config
 @contextmanager
 def claim_slot(config: Config, slot: Slot) -> Iterator[None]:
     """Claim the slot on this host with an abstract Unix socket, which ends with the process. Two processes of one slot
-    and model would share a name in logs, metrics and `status`, and workers also a KV port. Raises ConfigError if
-    another process has the slot or one of its ports."""
+    and model would share a name in logs, metrics and `status`. Raises ConfigError if another process has the slot or
+    one of its ports."""
     model = "" if slot.role is Role.FRONTEND else config.served_model_name  # a frontend serves all models
     name = f"{config.namespace} {config.etcd} {config.host} {model} {slot.name}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:

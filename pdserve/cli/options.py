@@ -34,7 +34,9 @@ GraphFile = Annotated[
     ),
 ]
 Etcd = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="the graph's etcd, instead of a file")]
-Namespace = Annotated[str | None, typer.Option(metavar="NAME", help="with --etcd (default: pdserve)")]
+Namespace = Annotated[
+    str | None, typer.Option(metavar="NAME", help="the graph's, with --etcd (default: pdserve)")
+]
 CredentialsFolder = Annotated[
     Path | None,
     typer.Option(

@@ -68,7 +68,7 @@ class ApiKey:
 
     @classmethod
     def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits(), admin: bool = False) -> Self:
-        """Make an `ApiKey` of its secret text. Without `name`, its digest makes the name, the same in every file."""
+        """Make an `ApiKey` of its secret text. The default name comes from the digest."""
         digest = digest_of(key)
         return cls(name or f"key-{digest.hex()[:12]}", digest, limits, admin)
 
@@ -86,13 +86,13 @@ class FoundKeys:
 
 
 def requires_key(security: SecuritySection, env: Mapping[str, str]) -> bool:
-    """Whether the API requires a key. (A frontend that cannot read its keys does not start.)"""
+    """Whether the API requires a key."""
     return security.api_keys is not None or bool(env.get(KEYS_VARIABLE))
 
 
 def read_keys(file: Path | None, env: Mapping[str, str]) -> FoundKeys:
-    """Return the keys of the file and of the environment. Raises ConfigError, also for a file or a variable without a
-    key, because a mistake must not open the API to everyone."""
+    """Return the keys of the file and of the environment. Raises ConfigError also for a file or a variable without a
+    key: a mistake must not open the API to everyone."""
     read, value = FoundKeys(), env.get(KEYS_VARIABLE, "")
     if value.startswith("@"):
         _read_file(Path(value[1:]), read)
@@ -150,7 +150,7 @@ def _read_lines(lines: Iterable[tuple[str, str]], into: FoundKeys) -> None:
 
 
 def _read_yaml(path: Path, text: str, into: FoundKeys) -> bool:
-    """Read a YAML file; return whether it has a key itself, not only digests."""
+    """Read a YAML file; return whether it has a secret key, not only digests."""
     findings, secret = Findings(path), False
     try:
         tree = parse_tree(text, findings, "name each key, as in docs/frontend.md")

@@ -1,4 +1,4 @@
-"""Replaces keys that differ by host or container with environment variables, which win over the file."""
+"""Replaces keys of the file by environment variables."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,16 +27,15 @@ VARIABLES = {
 _ADDED = ("Graph", "Security")
 """Sections that a variable adds to a file without them. Any other section would start processes."""
 _PATHS = ("_DIR", "_BATCHES", "_FOLDER", "_CREDENTIALS", "_TLS_CERTIFICATE", "_TLS_KEY")
-"""Ends of variables with a path. A relative one counts from the working directory, not from the file's folder."""
+"""Ends of the names of variables with a path, relative to the working directory."""
 _SERVICE_LINK = "tcp://"
-"""Kubernetes sets PDSERVE_FRONTEND_PORT=tcp://... in all pods beside a Service named pdserve-frontend."""
+"""For a Service named pdserve-frontend, Kubernetes sets PDSERVE_FRONTEND_PORT=tcp://... in pods."""
 
 
 def with_environment(
     tree: Mapping[str, Entry], env: Mapping[str, str]
 ) -> tuple[dict[str, Entry], tuple[str, ...]]:
-    """Return the file's sections with the variables in place of their keys, and the variables used. Their values are
-    checked like the file's; errors name the variable."""
+    """Return the file's sections with the variables in place of their keys, and the variables used."""
     read = dict(tree)
     used = list[str]()
     for variable, place in [(name, place) for name in VARIABLES for place in VARIABLES[name].split(", ")]:

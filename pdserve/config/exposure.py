@@ -1,5 +1,5 @@
 """Finds addresses that other machines can reach without protection, unless `Security.allow` accepts them. Also finds
-addresses that ask for TLS in a graph without credentials. A file with either is refused."""
+addresses that ask for TLS in a graph without credentials."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -34,8 +34,8 @@ def openings(
 
 
 def _of_graph(graph: GraphSection, allowed: bool) -> Iterator[Opening]:
-    """In a graph without credentials, find addresses that ask for TLS and, unless `allowed`, those that are on other
-    machines or that other machines reach."""
+    """Find addresses that need credentials: those with TLS and, unless `allowed`, those on other machines or reached
+    by them."""
     plain = f"{_MAKE}, {_or_accept('plain-graph')}."
     named = [("nats", "tls", each) for each in split_servers(graph.nats)]
     named += [("etcd", "https", each) for each in split_servers(graph.etcd)]

@@ -64,7 +64,7 @@ _OF_THE_TOKENIZER = (
     *("tokenizer", "tokenizer-mode", "tokenizer-revision", "revision", "config-format", "hf-config-path"),
     *("hf-overrides", "chat-template", "tool-call-parser", "enable-auto-tool-choice", "reasoning-parser"),
 )
-"""vLLM arguments that frontends refuse with the tokenizer of another model."""
+"""vLLM arguments that fit only the model's own tokenizer."""
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
@@ -187,7 +187,7 @@ def _check_split(
     if remote and decode.values.remote_prefill and not prefill.entry and not both and not elsewhere:
         text = (
             "is true, but there is no PrefillWorker section: add one, set role: both, or set it to false. If prefill "
-            "workers run on other hosts, name the servers of all hosts: Graph.nats and Graph.etcd."
+            "workers run on other hosts, set Graph.nats and Graph.etcd to the servers that all hosts share."
         )
         findings.problem(remote, text)
     if both and not decode.values.remote_prefill:
@@ -217,7 +217,7 @@ def _check_prefill(args: Arguments, findings: Findings) -> None:
 
 def _follow_processor(processor: Arguments, worker: Arguments, findings: Findings) -> None:
     """Copy the Processor's templates and parsers to the worker, whose model card takes them to frontends. Any other
-    argument of the Processor must be equal to the worker's. (A worker without a model has a problem already.)"""
+    argument of the Processor must be equal to the worker's."""
     for name, entry in processor.items():
         if shapes_response(name) and name not in worker:
             worker[name] = entry
@@ -234,7 +234,7 @@ def _check_parsers(args: Arguments, findings: Findings) -> None:
         entry, known = args.get(name), arguments()[name].names
         if entry and entry.value not in known and plugin not in args:
             hint = did_you_mean(str(entry.value), known, f"use one of: {', '.join(known)}.")
-            text = f"is {entry.value}, no parser of vLLM's (a plugin's needs {plugin}): {hint}"
+            text = f"is {entry.value}, which vLLM does not have (set {plugin} if a plugin has it): {hint}"
             findings.problem(entry, text)
     auto = args.get("enable-auto-tool-choice")
     if auto and auto.value and "tool-call-parser" not in args:
@@ -245,8 +245,8 @@ def _check_parsers(args: Arguments, findings: Findings) -> None:
 
 
 def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
-    """Check the names of LoRA adapters, and that the engine holds all of them. An engine reads each adapter only once,
-    because its folder may have other weights later."""
+    """Check the names of LoRA adapters, and that the engine holds all: it cannot drop one and read its folder again,
+    which may have other weights later."""
     if (entry := args.get("lora-modules")) is None:
         return
     found = static_adapters({"lora-modules": entry.value})
@@ -297,7 +297,7 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
 
 
 def _simulated(config: Config) -> Config:
-    """Simulate all engines, also if the model's files are not on this host. The file was checked for vLLM."""
+    """Simulate all engines, even of a model that is not on this host."""
     is_absent = find_folder(config.model) is None
     absent = f"{config.model} is not on this host: the demo model's tokenizer replaces its own."
     return replace(

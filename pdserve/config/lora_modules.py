@@ -19,7 +19,7 @@ def adapter_capacity(engine_args: Mapping[str, object]) -> int:
 
 
 def static_adapters(engine_args: Mapping[str, object]) -> dict[str, str]:
-    """Return the folders of a worker's adapters by name. Each is `name=path`, or a mapping with name and path."""
+    """Return adapter name -> folder. The file has `name=path`, or a mapping with name and path."""
     found = {}
     for module in engine_args.get("lora-modules", ()):  # type: ignore[attr-defined]
         if isinstance(module, Mapping):

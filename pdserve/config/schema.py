@@ -53,7 +53,7 @@ def _text(value: object) -> object:
 
 
 def _gpu_count(value: object) -> object:
-    """Accept a text too, as in Dynamo's files; a share counts as one GPU. A key without a value is an error."""
+    """Accept a text too, as in Dynamo's files; a share counts as one GPU."""
     if value is None:
         raise PydanticCustomError("number", "not a number")
     if share_of_gpu(value) < 1:
@@ -156,7 +156,7 @@ class AdmissionLimits(Section):
     max_waiting_tokens: OneOrMore = 1_000_000
     """tokens; a request is refused while the waiting prompts and their outputs have about this many"""
     max_outputs: OneOrMore = 128
-    """outputs; most of one request: n times its prompts"""
+    """outputs; maximum of one request: n times its prompts"""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     write_timeout: Seconds = 30.0
     """seconds; a request is ended if its client reads nothing for this long"""
     max_connections: OneOrMore = 8192
-    """connections; most of a frontend process, at most its file descriptors less 256; more are closed"""
+    """connections; maximum of a frontend process, lowered to its file descriptors less 256; more are closed"""
     allowed_origins: Origins = ()
     """web pages that may use the API from a browser; ["*"]: all; not set: all if requests need an API key, else those
     of this machine"""

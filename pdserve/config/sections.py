@@ -97,7 +97,7 @@ class SectionReader:
         return SectionRead(self._tree.get(name), values, own, args)
 
     def check_common(self) -> None:
-        """Report keys of Common that no section lists: as in Dynamo, they have no effect."""
+        """Report keys of Common that no section lists."""
         for name, entry in self._common.items():
             if name not in self._listed:
                 text = f"has no effect: list {name} in the common-configs of a section, or remove it."
@@ -130,8 +130,8 @@ class SectionReader:
     def _split(
         self, entries: Mapping[str, Entry], section: str, above: str = ""
     ) -> tuple[dict[str, Entry], dict[str, Entry]]:
-        """Return the section's own keys by full name (`ServiceArgs.workers`), and all other entries. `above` is the
-        name of the mapping that the entries are in, with a dot."""
+        """Return the section's own keys by full name (`ServiceArgs.workers`), and all other entries. `above`: the
+        mapping around the entries, as `ServiceArgs.`; empty for the section itself."""
         own: dict[str, Entry] = {}
         others: dict[str, Entry] = {}
         for name, entry in entries.items():
@@ -220,7 +220,7 @@ class SectionReader:
 
 
 def _names(section: str, above: str = "") -> dict[str, None]:
-    """Return the names of the section's own keys and mappings; with `above`, of those in that mapping."""
+    """Return the names of keys and mappings that the section, or its mapping `above`, may have."""
     keys = (key.removeprefix(above) for key in rules(section) if key.startswith(above))
     return dict.fromkeys(key.split(".")[0] for key in keys)
 

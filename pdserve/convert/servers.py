@@ -111,7 +111,7 @@ def servers_of(source: str) -> list[Server]:
         text = "is nested too deeply, or has an alias to a mapping that contains the alias"
         raise ConfigError([f"{source} {text}."]) from None
     if all(server.role == "frontend" for server in found):
-        text = "neither its keys nor a command in it do. For a Helm chart, use the output of `helm template`."
+        text = "it has no command of vLLM. For a Helm chart, use the output of `helm template`."
         raise ConfigError([f"{source} starts no vLLM server: {text}"])
     return found
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from pdserve.util.errors import ConfigError
 
 MAX_VARIABLE = 100_000
-"""Most characters of a variable's value. Each word of the value counts as one character more."""
+"""Maximum of a variable's characters and words together."""
 
 
 def _nested(left: str, right: str) -> str:
-    """Return a regex of four levels of brackets, possessive, so that a bracket that never closes costs linear time."""
+    """Return a possessive regex of four levels of brackets: a bracket that never closes costs linear time."""
     run, inside = rf"[^{left}{right}]{{1,4000}}+", "(?!)"
     for _ in range(4):
         inside = rf"\{left}(?:{run}|{inside}){{0,99}}+\{right}"
@@ -42,7 +42,7 @@ _PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?)([-=+?])(.*))?", re.S)
 _PREFIXES = {"export", "local", "readonly", "declare", "env", "if", "then", "else", "do", "{", "-a", "-x"}
 """Words that may stand before an assignment."""
 Known = dict[str, list[str]]
-"""Variables by name: the words of an array; of any other variable, its one value."""
+"""Variable -> its value, or the words of an array."""
 
 
 class Unset(str):
@@ -107,7 +107,7 @@ def _bounded(words: list[str]) -> list[str]:
 
 
 def script_in(words: Sequence[str], known: Known) -> Iterator[list[str]]:
-    """Yield the commands of the script in `bash -c SCRIPT`; of any other command its words."""
+    """Yield the commands of the script in `bash -c SCRIPT`, or else the words of the command itself."""
     shells = [at for at, word in enumerate(words) if Path(word).name in ("sh", "bash", "zsh", "dash")]
     for at, word in enumerate(words[:-1]):
         if shells and at > shells[0] and re.fullmatch("-[eiluxo]*c", word):

@@ -53,8 +53,8 @@ def engine_step(platform: str) -> InstallStep:
 
 
 def locked(lock: Path, compiled: bool = True) -> InstallStep:
-    # Compile now. Otherwise nine processes compile the same thousands of files at the first start, or at every start if
-    # PYTHONDONTWRITEBYTECODE is set, as in many containers. With simulated engines, only frontends import vLLM.
+    # Otherwise nine processes compile the same thousands of files at the first start, or at every start if
+    # PYTHONDONTWRITEBYTECODE is set. With simulated engines, only frontends import vLLM.
     arguments = (f"--requirements={lock}", *["--compile-bytecode"] * compiled)
     return InstallStep(digest(lock.read_bytes()), arguments)
 
@@ -80,8 +80,8 @@ def engine_folder(platform: str) -> Path:
 
 
 def find_engine(simulated: bool = False) -> Path | None:
-    """Return the installed environment of this machine's platform, or else of the other platform, or else, if all
-    engines are simulated, the one without a working engine."""
+    """Return an installed environment: this machine's platform first, then the other one. If engines are `simulated`,
+    the smaller environment for these comes last."""
     others = ("cpu", "gpu", *["simulated"] * simulated)
     for platform in dict.fromkeys((find_platform(), *others)):
         if is_done(folder := engine_folder(platform), engine_step(platform)):
@@ -196,8 +196,8 @@ def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
 
 
 def pip_settings(folder: Path) -> dict[str, str]:
-    """Return pip's package sources, which uv does not read, as environment variables of uv that are not set yet. (A URL
-    may have a password, and every user of the host can read a command line.)"""
+    """Return pip's package sources, which uv does not read, as environment variables of uv that are not set yet. In
+    options, every user of the host could read a URL's password."""
     listed, found = _pip_config(folder), defaultdict[str, list[str]](list)
     for section in ("global", "install", ":env:"):  # of index-url, the last one counts
         for name, value in re.findall(rf"^{section}\.([a-z-]+)=(.+)$", listed, re.MULTILINE):

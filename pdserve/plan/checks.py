@@ -108,7 +108,7 @@ def _ports(config: Config, slots: Sequence[Slot]) -> Iterator[str]:
             yield f"{config.path}: {key} is too high for the ports of all processes, up to 65535: lower it."
     for (key, taken), (other, others) in combinations(ports.items(), 2):
         if twice := (taken & others) - {0}:
-            yield f"{config.path}: {key} and {other}, counted up by process, both use port {min(twice)}: move one."
+            yield f"{config.path}: {key} and {other}, each counted up by process, reach port {min(twice)}: move one."
 
 
 def _certificate(security: SecuritySection) -> None:
@@ -159,7 +159,7 @@ def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
-    """Return a worker of each role, the one with the least KV space; KV space differs only on mixed GPUs."""
+    """Return the worker of each role with the least KV space."""
 
     def kv_space(worker: PlannedWorker) -> int:
         return (worker.memory and worker.memory.kv_space) or 0
@@ -341,7 +341,7 @@ def _shared_memory(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterat
     need, room = sum(worker.config.kv_offload for worker in users), machine.shared
     if not machine.imagined and room is not None and need > room:
         yield (
-            f"kv-offload needs {in_gib(need)} of /dev/shm in all, which has {in_gib(room)}: lower it, or enlarge "
+            f"kv-offload needs {in_gib(need)} of /dev/shm in all, but it has {in_gib(room)}: lower it, or enlarge "
             "/dev/shm (`mount -o remount,size=...`, a container's --shm-size, the chart's shm)."
         )
 

@@ -1,5 +1,4 @@
-"""Explains how pdserve serves a model, by the kinds of its layers, for `pdserve plan --explain`. Models that it cannot
-serve are problems of the plan (`checks.py`)."""
+"""Explains how pdserve serves a model, by the kinds of its layers, for `pdserve plan --explain`."""
 
 from collections.abc import Iterator
 
@@ -37,9 +36,9 @@ def _attention(model: ModelFacts, moves: bool) -> Iterator[str]:
         yield f"Attention: a token's K and V are {sizes}, in each of {model.layers} layers."
     if model.window:
         which = "All" if model.only_windows else "Some"
-        kept = "vLLM frees KV that has left the window, which the plan does not count"
+        kept = "vLLM frees KV that has left the window, but the plan counts it"
         if moves:
-            kept = "KV of the whole prompt is kept, moved and counted (remote-prefill: false frees KV that has left it)"
+            kept = "KV of the whole prompt is kept and moved (remote-prefill: false frees KV that has left the window)"
         yield f"{which} layers have a sliding window of {model.window:,} tokens: {kept}."
 
 
@@ -53,6 +52,6 @@ def _ranks(config: Config, model: ModelFacts) -> Iterator[str]:
         yield f"Each of the {decode.ranks} decode ranks reads KV from one of the {prefill.ranks} prefill ranks."
     elif decode.ranks > prefill.ranks:
         part = "copies of its KV heads" if decode.ranks > model.kv_heads else "a part of its KV heads"
-        yield f"{many // few} decode ranks read from each prefill rank, {part} each."
+        yield f"{many // few} decode ranks read from each prefill rank, each {part}."
     else:
         yield f"Each decode rank reads from {many // few} prefill ranks, and joins their KV heads."

@@ -24,8 +24,7 @@ and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on GPUs joined by PCIe."""
 GRAPH_POOL_BYTES = GIB // 5
 GRAPH_LAYER_BYTES = 3 * MIB // 20
 """vLLM's estimate of its CUDA graphs, extrapolated from two captures: a pool, and driver memory for each layer of each
-graph. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far off in some (1.2 for 86 of 32 layers,
-2.75 for 86 of 80)."""
+graph. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers, but 2.75 for 86 of 80 layers."""
 CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable in whole GiB, which overrides kv-cache-memory-bytes."""
 CPU_KV_GIB = 1
@@ -87,8 +86,8 @@ class Memory:
 def size(
     model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None, *, cpu_kv: int | None = None
 ) -> Memory:
-    """Estimate the memory of an engine's rank. `cpu_kv`: its KV space on the CPU. None: it runs on a GPU; `gpu` is
-    None if that GPU is unknown."""
+    """Estimate the memory of an engine's rank. `cpu_kv`: its KV space on the CPU. None: it runs on `gpu`, or on
+    an unknown GPU."""
     on_cpu = cpu_kv is not None
     memory = Memory(
         weights=weight_bytes(model, args, on_cpu=on_cpu),
@@ -152,8 +151,8 @@ def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | N
 
     The MLP has gate_up (2 x intermediate / TP), its activation (intermediate / TP) and hidden states. If eager, these
     are the layer's input, the residual, the normalized input, the output, and the output of an all-reduce. If compiled,
-    they are the attention's output (hidden / TP), the residual before and after it, and the normalized input. Logits
-    are gathered and copied across ranks; the sampler of vLLM's model runner V2 copies none in this run.
+    they are the attention's output (hidden / TP), the residual before and after it, and the normalized input. With
+    several ranks, each rank gathers all logits and copies them.
     """
     tokens, sequences = _batch(args, gpu)
     tensor = tensor_size(args)

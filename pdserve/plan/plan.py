@@ -30,11 +30,11 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.net import is_loopback
 
 DECODE_CHUNK = 256
-"""Most prompt tokens that a decode worker computes in a step with other requests (docs/decisions/0025-adaptive.md)."""
+"""Maximum of a prompt's tokens in a step of a decode worker with other requests (docs/decisions/0025-adaptive.md)."""
 UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization")
 """Arguments that change an engine's memory in ways that `memory.py` does not estimate."""
 _UNREACHED = (
-    "The API listens on {} inside this container, where its published ports (docker run -p) do not lead: set "
+    "The API listens on {} inside this container, which published ports (docker run -p) do not reach: set "
     "PDSERVE_FRONTEND_HOST=0.0.0.0, PDSERVE_API_KEYS and PDSERVE_ALLOW=plain-http, or a certificate."
 )
 W = TypeVar("W", bound=WorkerConfig)
@@ -75,8 +75,8 @@ def make_plan(
     env: Mapping[str, str] = os.environ,
     node: int | None = None,
 ) -> Plan:
-    """Plan the graph, or with `roles`, `index` and `node` a part of it. A part has its KV ports of the whole graph, and
-    the first GPUs of this machine. Raises nothing: errors are in `problems`."""
+    """Plan the graph, or with `roles`, `index` and `node` a part of it. A part keeps its KV ports of the whole graph,
+    and gets the first GPUs of this machine. Raises nothing: errors are in `problems`."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems)
     config, selection = _with_defaults(config, machine, model), Selection(roles, index, node)
@@ -123,8 +123,8 @@ def _eager_on_cpu(worker: W, machine: Machine) -> W:
 
 
 def _limit_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
-    """Limit the chunks of prompts in decode workers, because each chunk delays the running sequences by a step. Models
-    that take images (vLLM may need a whole image in a step), are unknown or have unusual layers keep vLLM's default."""
+    """Limit the chunks of prompts in decode workers: each chunk delays the running sequences by a step. A model that
+    takes images keeps vLLM's default, because vLLM may need a whole image in a step."""
     args = decode.engine_args
     if not decode.remote_prefill or args.get("enable-chunked-prefill") is False:
         return decode

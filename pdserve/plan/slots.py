@@ -82,12 +82,12 @@ class Selection:
         return (self.roles is None or role in self.roles) and self.index in (None, number)
 
     def port(self, first: int | None, number: int, position: int) -> int:
-        """Return the port of a process; 0 if `first` fixes none. A whole graph has consecutive ports. A role that runs
-        alone has `first` plus its number, which does not depend on the rest of the file."""
+        """Return the port of a process; 0: a free one. The ports of a whole graph are consecutive. A role that runs
+        alone has `first` plus its number."""
         return first + (position if self.roles is None else number) if first else 0
 
     def places(self, role: Role, number: int) -> bool:
-        """Whether to place this worker: a selected one, or one with a lower index, which may be started here too."""
+        """Whether to place this worker. Lower indices than the selected one are placed too: they may run here."""
         return (self.roles is None or role in self.roles) and (self.index is None or number <= self.index)
 
 
@@ -95,8 +95,8 @@ def place_workers(
     config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
 ) -> tuple[list[PlannedWorker], list[str]]:
     """Return the placed workers, prefill workers last, and the problems. KV ports are those of the whole graph, so that
-    roles that are started one by one do not collide. If a worker spans hosts, the part of each role on each host is
-    placed separately, on a machine like this one."""
+    roles that are started one by one do not collide. If a worker spans hosts, each role's
+    workers on each host are placed on a machine like this one."""
     hosts: dict[tuple[Role, int] | None, list[tuple[int, Role, int, WorkerConfig]]] = {}
     spans = config.spans_hosts
     for position, (role, number, worker) in enumerate(_all_workers(config)):
@@ -152,7 +152,7 @@ def _place_on_host(
 
 
 def frontend_slots(config: Config, selection: Selection) -> tuple[Slot, ...]:
-    """Return the frontends; with an index only that one, whatever the file's count: an upgrade starts one more."""
+    """Return the frontends. An index selects one, even beyond the file's count: an upgrade starts one more."""
     count = config.frontend.processes if config.frontend and not selection.node else 0
     workers = sum(1 for _ in _all_workers(config))
     numbers = range(count) if selection.index is None or not count else (selection.index,)
@@ -205,9 +205,9 @@ class GpuRequest:
 def place(
     requests: Sequence[GpuRequest], gpus: Sequence[int]
 ) -> tuple[Mapping[str, tuple[int, ...]], list[str]]:
-    """Return the GPUs of each worker (none on the CPU, or if there are too few) and the problems. Pinned workers get
-    their GPUs. Then each other worker gets neighbouring GPUs, which share the fastest links. If no neighbours are
-    free, it gets any GPUs. A worker with a share of a GPU gets the first GPU with room for it."""
+    """Return the GPUs of each worker (none on the CPU, or if there are too few) and the problems. A worker that is
+    not pinned gets neighbouring GPUs, which share the fastest links, or else any. A share of a GPU is taken from the
+    first GPU with room for it."""
     pinned = {index for request in requests for index in request.pinned}
     groups = _groups(requests, [index for index in sorted(gpus) if index not in pinned])
     problems = []
@@ -264,7 +264,7 @@ def _too_few(requests: Sequence[GpuRequest], needed: int, present: int) -> str:
     if present >= 2 and largest > present:
         hosts = f" A worker of {largest} GPUs needs several hosts: set nnodes."
     elif present >= 2:
-        hosts = " On several hosts, start a part on each by pdserve decode and prefill; plan shows it with --role."
+        hosts = " On several hosts, start a part on each with pdserve decode and prefill (see pdserve plan --role)."
     return (
         f"The graph needs {needed} GPU{'s' * (needed != 1)} ({parts}), found {present}: use a machine with {needed}, "
         f"lower tensor-parallel-size or ServiceArgs.workers, or set resources.gpu: 0 to run on the CPU.{hosts}"
@@ -280,9 +280,9 @@ def _address_env(host: str, kv_port: int) -> dict[str, str]:
 
 
 def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
-    """Make UCX, Gloo and NCCL listen only on the network device of `Graph.host`. By default UCX listens on all devices,
-    Gloo and NCCL on one that they choose. RDMA ports do not listen and stay in use. The user's environment wins. Ray
-    workers get nothing: Ray copies the environment to all machines, where the device may have another name."""
+    """Make UCX, Gloo and NCCL listen only on the network device of `Graph.host`. RDMA ports do not
+    listen and stay in use. Ray workers get nothing: Ray copies the environment to all machines, where the device may
+    have another name."""
     device = machine.device(host)
     if not device or worker.engine_args.get("distributed-executor-backend") == "ray":
         return {}
@@ -297,9 +297,8 @@ def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping
 def _device_env(
     worker: WorkerConfig, machine: Machine, gpus: tuple[int, ...], ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Show a worker only its GPUs. On the CPU, give it its part of the cores, unless the user's environment does. All
-    `ranks` on this host share the cores, because engines that each use all cores slow each other down. One core
-    stays free for other processes: a lone engine that spun on all of 2 cores was 5 times slower at 8 streams."""
+    """Show a worker only its GPUs. On the CPU, all `ranks` of this host share the cores. A lone engine leaves one core
+    free: on all of 2 cores, it was 5 times slower with 8 sequences."""
     if gpus:
         # PCI order is NVML's; CUDA's own default puts the fastest card first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -1,4 +1,4 @@
-"""The output of all processes of `serve`: a readable stream on the terminal, and a complete log file per process."""
+"""The output of all processes of `serve`: readable lines on the terminal, and a complete log file per process."""
 
 import logging
 import os
@@ -89,9 +89,8 @@ def _coloured(line: LogLine) -> str:
 
 
 class TerminalWriter:
-    """Writes lines to the terminal from a thread, because a terminal that is not read (Ctrl-S, a lost connection,
-    `| less`) would block the supervisor, and soon all roles, whose output it reads. Lines beyond `UNREAD` are dropped;
-    the log files have them."""
+    """Writes lines to the terminal from a thread, because a terminal that is not read (Ctrl-S, `| less`) would block
+    the supervisor. Lines beyond `UNREAD` are dropped; the log files have them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._lines: Queue[str | None] = Queue(UNREAD)
@@ -126,7 +125,7 @@ class LogFile(RotatingFileHandler):
     """A log file, new with each `serve`; the previous one is kept as `.1`.
 
     It is opened for each line, because it may be removed, renamed or truncated, as by logrotate. While it cannot be
-    written, as on a full disk, lines are dropped; `on_trouble` gets each new reason once."""
+    written, as on a full disk, lines are dropped, and `on_trouble` gets the reason."""
 
     def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
         super().__init__(path, maxBytes=FILE_LIMIT, backupCount=1, errors="replace", delay=True)

@@ -54,10 +54,9 @@ def running_graph(config: Config) -> tuple[set[int], str]:
 
 @contextmanager
 def hold_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
-    """Reserve the graph's fixed ports on this machine: bind an abstract Unix socket named after each port. The graph's
-    processes listen only seconds later, and with SO_REUSEPORT, frontends of two graphs could share a port. Raises
-    ConfigError if a port is busy or reserved, or the disk is full. All graphs reserve in the same order, so that one of
-    two that start together gets all ports."""
+    """Reserve the graph's fixed ports with an abstract Unix socket for each, because the processes listen only seconds
+    later. Ports are reserved in order, so that one of two graphs that start together gets all. Raises ConfigError if a
+    port is busy or reserved, or the disk is full."""
     if refused := [text for _, text in _refused_now(config, slots)]:
         raise ConfigError(refused)
     with ExitStack() as held:
@@ -140,7 +139,7 @@ def busy_ports(
 
 
 def standalone_roles(config: Config) -> set[int]:
-    """The pids of this file's roles on this host that run without `serve`, also before they are registered."""
+    """The pids of this file's roles on this host that run without `serve`."""
     found, file = set[int](), config.path.resolve()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

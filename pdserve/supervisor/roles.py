@@ -79,7 +79,7 @@ class SupervisedRole(SupervisedProcess):
             env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS_VARIABLE: self._sockets},
             guardian=self.guardian,
             wave=self.wave,
-            # When the supervisor dies, the guardian stops the role in its wave; without one, the role ends by itself.
+            # Then the guardian stops the role in its wave. Without a guardian, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
         )
 
@@ -204,8 +204,7 @@ class RoleSupervisor:
         self._stop.set()
 
     async def _stop_all(self) -> None:
-        """Stop the ready roles in waves, and at the same time the others, which have no requests to drain. Ready roles
-        may have requests even if the graph never became ready."""
+        """Stop the ready roles in waves, and at the same time the others, which have no requests to drain."""
         ready = [loop for loop in self._loops if loop.state is ProcessState.READY]
         loading = [loop for loop in self._loops if loop not in ready]
 

@@ -47,7 +47,7 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
         raise ConfigError([*plan.problems])
     if config.spans_hosts:
         advice = start_commands(config)
-        raise ConfigError([f"{config.path}: workers span hosts (nnodes), and serve runs on one: {advice}"])
+        raise ConfigError([f"{config.path}: workers span hosts (nnodes), but serve runs on one: {advice}"])
     with (
         ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
         state.locked(config.state_dir, config.drain_timeout + AFTER_DRAIN) as folder,
@@ -127,7 +127,9 @@ async def _registered_instances(
         followed = (keys.INSTANCES, keys.SLOTS, keys.CARDS, keys.SETTINGS)
         view = await stack.enter_async_context(RegistryView(registry, *followed))
     except RegistryUnavailable as error:
-        raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
+        raise ConfigError(
+            [f"etcd is needed: {error}. Start it, or remove Graph.etcd: `serve` then starts its own."]
+        ) from None
     return RegisteredInstances(registry, view, config.host, config.drain_timeout, config.served_model_name)
 
 

@@ -339,7 +339,7 @@ def test_the_table_of_requests_names_models_if_there_are_two() -> None:
 
 def test_a_short_request_id_is_refused() -> None:
     assert not_found("4c86", []).startswith("4c86 is too short: give at least 6 characters")
-    assert not_found("4c86aa", []).startswith("no frontend has a receipt of 4c86aa.")
+    assert not_found("4c86aa", []).startswith("no frontend has a receipt of 4c86aa ")
 
 
 def test_setting_and_unsetting_a_key_is_refused(pdserve: Run) -> None:

@@ -367,7 +367,7 @@ MISTAKES: Mistakes = [
             "router: best": "router is 'best', but must be one of: ",
             "block-size: 16": "block-size is 16, but the worker has 32, and the worker's value counts",
             "enable-auto-tool-choice: true": "enable-auto-tool-choice needs tool-call-parser beside it",
-            "tool-call-parser: hermess, enable-auto-tool-choice: true": "tool-call-parser is hermess, no",
+            "tool-call-parser: hermess, enable-auto-tool-choice: true": "tool-call-parser is hermess, which",
         },
     ),
     (

@@ -22,12 +22,12 @@ FAMILIES = {
     "gemma-3-4b-it": ("Some layers have a sliding window of 1,024 tokens", "It takes more than text", ""),
     "gemma-2-9b": (
         "Some layers have a sliding window of 4,096 tokens",
-        "KV of the whole prompt is kept, moved",
+        "KV of the whole prompt is kept and moved",
         "",
     ),
     "c4ai-command-r7b": (
         "Some layers have a sliding window of 4,096 tokens",
-        "KV of the whole prompt is kept, moved",
+        "KV of the whole prompt is kept and moved",
         "",
     ),
     "Mistral-7B-v0.1": (

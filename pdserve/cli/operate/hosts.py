@@ -20,8 +20,7 @@ CONNECT_TIMEOUT = 3.0
 MEASURE_TIMEOUT = 30.0
 """Seconds for the measurement of a host, most of them for imports."""
 MAX_MEASURED = 8
-"""A read of KV is measured from at most this many hosts, one after the other because the reads share this host's
-network."""
+"""Maximum of hosts from which a read of KV is measured."""
 
 
 class Finding(NamedTuple):
@@ -53,7 +52,7 @@ def decoded(values: Iterable[bytes]) -> list[Instance]:
 
 async def check_hosts(plan: Plan, instances: list[Instance]) -> AsyncIterator[Finding]:
     """Connect to all ports at once, so that a silent host delays no other. Then measure a read of KV from one worker
-    of each host, one host after the other."""
+    of each host, one host after the other, because the reads share this host's network."""
     ports = [port for instance in instances for port in _ports(instance)]
     attempts = dict(zip(ports, await asyncio.gather(*map(_connect, ports)), strict=True))
     measured = 0

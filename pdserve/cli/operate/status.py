@@ -48,7 +48,7 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve.util import clock
 
 REFRESH_INTERVAL = 1.0
-"""Fewest seconds from the start of one read of all processes to the start of the next."""
+"""Minimum of seconds between the starts of two reads of all processes."""
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
 _LEVELS = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "cyan")}
 
@@ -63,10 +63,10 @@ def status(
         bool, typer.Option("--watch", help="refresh each second; in a pipe as JSON, one object per line")
     ] = False,
 ) -> int:
-    """Show a running graph: problems, processes, models, the prefill queue and live settings. Processes are those
-    registered in etcd, with the load and KV usage that they report (`?`: a process does not answer), and missing ones.
-    If etcd does not answer, they are those that `serve` on this machine last saw in etcd. Exit code 1 if nothing runs,
-    3 if a problem (`problems` in --json) is more than info. With --watch, refresh each second until Ctrl-C.
+    """Show a running graph: problems, processes, models, the prefill queue and live settings. `?` means that a
+    process does not answer. If etcd does not answer, the processes are those that `serve` on this machine last saw.
+    Exit code 1 if nothing runs, 3 if there is a problem above level `info` (--json shows the levels). With --watch,
+    refresh each second until Ctrl-C.
 
     examples:
       pdserve status                         the graph that runs on this machine

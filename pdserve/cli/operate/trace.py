@@ -101,13 +101,13 @@ def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     if len(wanted) < _MIN_ID:
         return f"{wanted} is too short: give at least {_MIN_ID} characters; {way}"
     minutes = f"{RECEIPT_LIFETIME / 60:.0f} minutes"
-    kept = f"receipts of its last {MAX_RECEIPTS:,} requests that generate, for {minutes}, until it restarts"
     hint = did_you_mean(wanted, [receipt.request_id for receipt in last], way)
-    return f"no frontend has a receipt of {wanted}. Each keeps {kept}: {hint}"
+    kept = f"each keeps the last {MAX_RECEIPTS:,} for {minutes}, until it restarts"
+    return f"no frontend has a receipt of {wanted} ({kept}): {hint}"
 
 
 def receipt_table(receipts: Sequence[Receipt]) -> Table:
-    """Return a table with a row for each receipt, in reverse order: the newest comes last. Pure."""
+    """Return a table with a row for each receipt, the newest last. Pure."""
     numbers = ("came", "took", "TTFT", "prompt", "cached", "tokens")
     several = len({receipt.model for receipt in receipts}) > 1
     made = table("request", "status", *numbers, *["model"] * several, "key", "prefill", "at", numbers=numbers)

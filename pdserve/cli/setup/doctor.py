@@ -35,8 +35,8 @@ def doctor(
         typer.Option(metavar="ROLE", help="only one process of this role runs on this host; may be repeated"),
     ] = None,
 ) -> int:
-    """Check what the graph of FILE needs on this host: everything that `pdserve serve` checks, and ports. If the file
-    names servers, also check that this host reaches NATS, etcd and each port of the registered processes, and measure
+    """Check what the graph of FILE needs on this host: everything that `pdserve serve` checks. If the file names
+    servers, also check that this host reaches NATS, etcd and each port of the registered processes, and measure
     the bandwidth and latency of KV reads from up to 8 hosts. Each line is ok, warn or fail, and says what to do. Exit
     code 1 if a check failed.
 

@@ -17,7 +17,7 @@ _SECTIONS = {
     "Router": _ROUTES,
     "SimpleLoadBalancer": _ROUTES,
     "Planner": "the number of workers does not change by itself (docs/kubernetes.md has autoscaling).",
-    "Prometheus": "it would start a Prometheus of its own; docs/watching.md says what to scrape.",
+    "Prometheus": "pdserve starts no Prometheus; docs/watching.md says what to scrape.",
 }
 _OTHER_NAMES = {
     "MockVllmWorker": "VllmWorker",
@@ -61,7 +61,7 @@ _ROUTERS = {"random": "round-robin", "kv-load": "least-loaded"}
 
 def from_dynamo(tree: Mapping[str, Entry], findings: Findings) -> dict[str, Entry]:
     """Return the sections of a Dynamo file as pdserve reads them, with the keys of Common in the sections that list
-    them. Notes in the findings name each key that is dropped, or that has another name here."""
+    them. The findings get a note for each key that is dropped or renamed."""
     read, sections = dict(tree), _with_common(tree, findings)
     read.pop("Common", None)
     for name, why in _SECTIONS.items():
@@ -98,8 +98,8 @@ def _paths(entry: Entry, above: str = "") -> Iterator[str]:
 
 
 def _with_common(tree: Mapping[str, Entry], findings: Findings) -> dict[str, Section]:
-    """Return the keys of each section: its own, which win, and those of Common that it lists. As in Dynamo, a key that
-    no section lists has no effect, nor has a listed key that Common lacks."""
+    """Return the keys of each section: its own, which win, and those of Common that it lists. Keys of Common without
+    effect get a note, as do listed keys that Common lacks."""
     common = dict(tree["Common"].children) if "Common" in tree else {}
     sections, used = {}, set[str]()
     for name, entry in tree.items():

@@ -55,8 +55,8 @@ _LENGTH_IS_A_LIMIT = {
     "qwen3_moe",
     "starcoder2",
 }
-"""Model types whose KV does not depend on max-model-len in vLLM 0.32, except with longrope. Llama 4, for example, is
-none of them: it scales its attention by max-model-len (`default_attn_temperature_tuning`)."""
+"""Model types whose KV does not depend on max-model-len in vLLM 0.32, except with longrope. Llama 4 is not
+among them: it scales its attention by max-model-len."""
 
 
 def length_changes_kv(folder: Path | None, args: Mapping[str, object]) -> bool:
@@ -85,14 +85,14 @@ def compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -
             args[name] for args in (prefill, decode) for name in SPECULATION_ARGUMENTS if name in args
         )
         text = (
-            f"makes the draft model {ours or 'none'} in VllmWorker but {theirs or 'none'} in PrefillWorker; KV blocks "
-            "hold its KV too: set it once in Common and list it in the common-configs of both (n-gram has no KV)."
+            f"makes the draft model {ours or 'none'} in VllmWorker but {theirs or 'none'} in PrefillWorker. KV blocks "
+            "hold its KV too: set it once in Common and list it in the common-configs of both."
         )
         findings.problem(entry, text)
 
 
 def follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
-    """For prefill workers, which may stand in for decode workers: copy the arguments that change responses."""
+    """Copy the arguments that change responses from decode workers, for which prefill workers may stand in."""
     for name in sorted(RESPONSE_ARGUMENTS & (decode.keys() | prefill.keys())):
         if name not in prefill:
             prefill[name] = decode[name]

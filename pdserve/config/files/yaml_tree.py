@@ -16,7 +16,7 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.program import pdserve_command
 
 MAX_ALIASED = 100_000
-"""Most values that aliases (`*name`) may add to those that a file writes out."""
+"""Maximum of values that aliases (`*name`) may add to a file."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ _OPPOSITES = (
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
-    """Return `did you mean …?` with the valid names that begin with `name`, if they are at most three, or with the one
-    that it misspells; else `otherwise`. Names that mean the opposite or have further words do not count as misspelt."""
+    """Return `did you mean …?` with one to three valid names that begin with `name`, or with a valid name that it
+    misspells. Without such a name, return `otherwise`."""
     names = list(valid)
     longer = [each for each in names if re.match(re.escape(name) + r"[-_]", each, re.IGNORECASE)]
     if 1 <= len(longer) <= 3:
@@ -89,7 +89,7 @@ def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
 
 
 def _misspells(name: str, valid: str) -> bool:
-    """Whether each word of `valid` is in `name`, perhaps misspelt, and none of them as its opposite."""
+    """Whether `name` has each word of `valid`, perhaps misspelt, and no opposite of one."""
     written, meant = ({word.lower() for word in re.findall(r"[A-Za-z0-9]+", each)} for each in (name, valid))
     for pair in _OPPOSITES:
         if written & pair and written & pair != meant & pair:
@@ -130,8 +130,8 @@ def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry
 
 
 def _bound_aliases(path: Path, node: yaml.Node, seen: dict[yaml.Node, int]) -> int:
-    """Return the size of a node in nodes, with its aliases written out; `seen` has the sizes of the nodes before it.
-    Raises ConfigError if aliases multiply: 30 levels that each name the level before twice make a billion nodes."""
+    """Return how many nodes a node has with its aliases written out. `seen`: the sizes of earlier nodes. Raises
+    ConfigError if it is too large: 30 levels that each name the level before twice make a billion nodes."""
     if node in seen:
         return seen[node]
     seen[node] = 1  # an alias inside may name this node
@@ -167,8 +167,8 @@ def _not_yaml(path: Path, error: Exception) -> str:
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """Reads dates as dates, although lm-format-enforcer, which vLLM imports, changes PyYAML's own table to read them as
-    words. A whole number that begins with 0, which is octal in YAML 1.1, is an error."""
+    """Refuses whole numbers that begin with 0, which are octal in YAML 1.1. Reads dates also after lm-format-enforcer,
+    which vLLM imports, has removed them from PyYAML's own table."""
 
     def number(self, node: yaml.ScalarNode) -> int:
         if re.match(r"[-+]?0[\d_]", node.value):
@@ -187,7 +187,7 @@ class _Reader:
         self._construct = _Constructor()
 
     def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
-        """Return the entries of a mapping. `above`: the nodes around the mapping, to which an alias has no end."""
+        """Return the entries of a mapping. `above`: the mappings around it; aliases to them would be endless."""
         self._find_duplicates(path, node)
         self._construct.flatten_mapping(node)  # `<<: *defaults`: the mapping's own keys win
         entries = {}

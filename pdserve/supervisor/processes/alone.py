@@ -1,6 +1,5 @@
-"""A role without `serve`: run by hand, or by systemd, Slurm or Kubernetes. Its parent, a small process, forwards
-signals, kills a role that hangs, and removes what the role leaves behind. systemd, Slurm or Kubernetes decides on
-restarts by the exit code (docs/hosts.md)."""
+"""A role without `serve`: run by hand, or by systemd, Slurm or Kubernetes, which decide on restarts (docs/hosts.md).
+Its parent, a small process, forwards signals, kills a role that hangs, and removes what the role leaves behind."""
 
 import ctypes
 import faulthandler
@@ -27,8 +26,8 @@ logger = logging.getLogger(__name__)
 TICK = 1.0
 """Seconds between two checks of the role."""
 HANGS_AFTER = 60.0
-"""Seconds without a heartbeat after which a role is killed. Counted in ticks, so that a pause of both processes does
-not count. The count begins at the first heartbeat: imports may take long, and systemd has its own limit for them."""
+"""Seconds without a heartbeat after which a role is killed. They are counted in ticks, without pauses of both
+processes, and from the first heartbeat on, because imports may take longer."""
 _DUMP_STACKS = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _FROM_TERMINAL = 0x80

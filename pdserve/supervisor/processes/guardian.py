@@ -63,8 +63,8 @@ def stop(groups: Mapping[int, int], patience: float) -> None:
 
 
 def kill(left: Callable[[], Collection[int]], memory: Collection[str] = ()) -> Iterator[None]:
-    """Kill the processes that `left` lists until it lists none, and yield between two calls of it. Then remove their
-    shared memory segments, and those in `memory`.
+    """Kill the processes that `left` lists until it lists none, and yield between two calls of `left`. Then remove
+    their shared memory segments, and those in `memory`.
 
     multiprocessing's resource tracker is killed only after `TRACKER_PATIENCE`, because it removes the shared memory of
     killed processes and then ends by itself. After twice that time, give up on the processes that do not end."""
@@ -109,8 +109,7 @@ def members(group: int) -> list[int]:
 
 
 def groups_of(run: str) -> dict[int, int]:
-    """The process groups of a run of a graph, with their waves, found by the run's mark in `RUN_VARIABLE`, which the
-    supervisor gives to each process that it starts."""
+    """The process groups of a run of a graph, with their waves, found by the mark in `RUN_VARIABLE`."""
     groups = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/environ", "rb") as environ:
@@ -141,8 +140,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Paths of the shared memory segments of Python and vLLM that these processes have mapped. The segment of KV in
-    host memory, `vllm_offload_*`, has a name only while the engine starts."""
+    """Paths of the shared memory segments of Python and vLLM that these processes have mapped."""
     segments: set[str] = set()
     for pid in pids:
         with (

@@ -18,8 +18,8 @@ from pdserve.util.errors import RegistryUnavailable, error_text
 logger = logging.getLogger(__name__)
 
 MISSING = 60.0
-"""Seconds for which a live process may be missing in the registry before it counts as hung: far more than a lease (10),
-a reconnect after an outage, or a pause of the machine. By then no other process uses it any more."""
+"""Seconds for which a live process may be missing in the registry before it counts as hung: far more than a lease (10)
+or a reconnect after an outage takes."""
 CHECK_INTERVAL = 1.0
 """Seconds between two checks of the registry."""
 FRONTEND_CHECK_INTERVAL = 0.25
@@ -60,8 +60,8 @@ class RegisteredInstances:
         raise AssertionError("the registry's changes never end")
 
     async def until_missing(self, instance: Instance) -> float:
-        """Wait until the instance has been missing in the registry for too long, though a working process renews its
-        lease; return the seconds. Time without etcd does not count."""
+        """Wait until the instance has been missing in the registry for too long; return the seconds. Time without etcd
+        does not count."""
 
         async def registered() -> bool:
             listed = any(each.id == instance.id for each in self.view.instances())

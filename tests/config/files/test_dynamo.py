@@ -244,7 +244,7 @@ def test_refused_keys_say_what_to_write(tmp_path: Path, old: str, new: str, said
     assert said in " ".join(problems(tmp_path, FILE.replace(old, new)))
 
 
-@pytest.mark.parametrize(("size", "said"), [(16, "set nnodes"), (3, "plan shows it with --role")])
+@pytest.mark.parametrize(("size", "said"), [(16, "set nnodes"), (3, "see pdserve plan --role")])
 def test_advice_if_one_worker_or_all_need_more_gpus_than_a_host_has(
     tmp_path: Path, size: int, said: str
 ) -> None:
