@@ -56,7 +56,6 @@ class PluginContext:
     http: httpx.AsyncClient
     """For pages of other processes."""
     report: Callable[[], ProcessReport]
-    """The report of this process."""
     tracer: Tracer = field(default_factory=Tracer)
     running: dict[ResponseWriter, None] = field(default_factory=dict)
     """Running requests that generate."""

@@ -65,7 +65,6 @@ class AdmissionControl:
         self._granted = GrantedPermits()
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
-        """held while a tokenization request's long text is tokenized"""
         self._long_texts: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """by client"""
 

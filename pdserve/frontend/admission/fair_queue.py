@@ -48,7 +48,6 @@ class FairQueue(Generic[E]):
         self._entries: list[E] = []
         """in order of tag"""
         self._virtual_time = 0.0
-        """highest tag of a sequence that has started"""
         self._clients: dict[str, ClientShare] = {}
         self._prune_at = _REMEMBERED
 
@@ -56,7 +55,6 @@ class FairQueue(Generic[E]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[E]:
-        """In order of tag."""
         return iter(self._entries)
 
     @property
@@ -66,7 +64,6 @@ class FairQueue(Generic[E]):
 
     @property
     def running(self) -> int:
-        """Sequences that have started and are not over."""
         return sum(client.running for client in self._clients.values())
 
     def tag(self, entry: E, sequences: int) -> None:

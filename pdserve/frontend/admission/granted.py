@@ -43,7 +43,6 @@ class Admission(QueueEntry):
     deadline: float
     """monotonic seconds"""
     is_flex: bool = False
-    """it starts only while no other request waits, and pauses for others"""
     queued: bool = False
     """its next permit was not granted at once; always false for flex"""
     unused: bool = False
@@ -150,7 +149,7 @@ class GrantedPermits:
 
     @property
     def any_yielding(self) -> bool:
-        """Whether any sequence is flex or unread. Such a sequence may pause even for a client that is not short."""
+        """Whether any sequence is flex or unread, and so may pause for a client that is not short, too (`is_short`)."""
         return any(permit.admission.unread or permit.admission.is_flex for permit in self._permits)
 
     def leaves_room(self, places: int, *, is_flex: bool) -> bool:

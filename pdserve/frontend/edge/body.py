@@ -79,9 +79,7 @@ class ParsedBody:
     is_large: bool = False
     """see `_is_large`"""
     has_tools: bool = False
-    """whether it has `tools`"""
     is_flex: bool = False
-    """whether its `service_tier` is flex"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:

@@ -168,7 +168,6 @@ class RequestState:
     usage_headers: Callable[[], Mapping[str, str]] = dict
     """makes headers when the response begins: what its key's limits leave"""
     promised: SloTargets = NO_SLO
-    """the request's promise"""
     first_token: float | None = None
     """monotonic, as `started`"""
     longest_gap: float = 0.0
@@ -180,7 +179,6 @@ class RequestState:
     admission: Admission | None = None
     """grants its sequences' permits; None: it generates nothing"""
     deltas: DeltaStream | None = None
-    """writes chunks of a plain stream"""
     has_tools: bool = False
     """whether its response is parsed for tool calls"""
     retries: int = 0
@@ -190,7 +188,6 @@ class RequestState:
     client: str = ""
     """as `client_of` names it"""
     pixels: int = 0
-    """pixels counted for its images"""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """called by `release`"""
     hops: SequenceHops = field(init=False)

@@ -40,7 +40,7 @@ class ServedModel:
         """set once the model is removed, or another model has its name"""
         self.removal: asyncio.TimerHandle | None = None
         """timer that removes the model; set while its card is not in the registry"""
-        self.lost_last_worker = False
+        self.leaves_zero = False
         """whether `hide` leaves the metric of usable workers at 0, for alerts"""
         self.promised = NO_SLO
         self.adapters: dict[str, Adapter] = {}
@@ -127,7 +127,7 @@ class ServedModel:
         RUNNING.remove(name)
         BACKLOG.remove(name, Role.DECODE)
         USABLE_WORKERS.remove(name, Role.DECODE)
-        if self.lost_last_worker:
+        if self.leaves_zero:
             USABLE_WORKERS.labels(name, Role.DECODE).set(0)
         for state in _LINK_STATES:
             LINKS.remove(name, state)

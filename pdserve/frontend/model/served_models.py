@@ -256,7 +256,7 @@ class ServedModels:
         if model.removal is None:
             grace = self._context.request_timeout
             logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
-            model.lost_last_worker = name == self._expected or any(
+            model.leaves_zero = name == self._expected or any(
                 each.model == name for each in self._view.lost_processes()
             )
             model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)

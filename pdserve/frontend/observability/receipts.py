@@ -46,7 +46,7 @@ class Receipts(Plugin):
         self._ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
         self._over: deque[tuple[float, Receipt]] = deque(maxlen=MAX_RECEIPTS)
         """Monotonic time of arrival, and receipt, of finished requests, in the order in which they finished."""
-        self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_DETOURS)
+        self._detours: deque[tuple[float, Receipt]] = deque(maxlen=MAX_DETOURS)
         """The same for the last requests with a detour: a fallback or a migration."""
         self._counts = Counter[str]()
         """Counts of the current tick."""
@@ -61,7 +61,7 @@ class Receipts(Plugin):
         self._forget(time.monotonic())
         self._over.append((record.started, receipt))
         if receipt.has_detour:
-            self._astray.append((record.started, receipt))
+            self._detours.append((record.started, receipt))
         self._counts["requests"] += 1
         self._counts["failed"] += record.code >= 500
         self._counts["refused"] += record.code == 429
@@ -92,12 +92,12 @@ class Receipts(Plugin):
         """Return the newest receipts, and older ones with a fallback or a migration, for dashboards and `status`."""
         now, newest_ones = time.monotonic(), self.receipts(MAX_REPORTED_RECEIPTS)
         since = now - newest_ones[-1].age if len(newest_ones) == MAX_REPORTED_RECEIPTS else 0.0
-        astray = [
+        older = [
             replace(receipt, age=now - started)
-            for started, receipt in reversed(self._astray)
+            for started, receipt in reversed(self._detours)
             if now - RECEIPT_LIFETIME < started < since
         ]
-        return newest_ones + astray
+        return newest_ones + older
 
     async def tick(self) -> None:
         """End a tick every TICK seconds. Never returns."""
@@ -129,7 +129,7 @@ class Receipts(Plugin):
         request_id = request.path_params["id"]
         if receipts := await self._find(request, 1, request_id):
             return json_response(receipts[0])
-        kept = f"those of its last {MAX_RECEIPTS:,} requests, for {RECEIPT_LIFETIME / 60:g} minutes"
+        kept = f"the receipts of its last {MAX_RECEIPTS:,} requests, for {RECEIPT_LIFETIME / 60:g} minutes"
         raise HttpError(404, f"there is no receipt of the request {request_id}: a frontend keeps {kept}")
 
     async def _find(self, request: Request, limit: int, request_id: str = "") -> list[Receipt]:

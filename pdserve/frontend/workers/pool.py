@@ -89,7 +89,6 @@ class WorkerPool:
         """id of the worker that was chosen last"""
 
     async def close(self) -> None:
-        """Close all links."""
         self.update((), self._frontends)
         await self._tasks.stop()
 

@@ -22,7 +22,6 @@ class Forecast:
 
     ttft: float
     gap: float
-    """between two tokens"""
 
     @classmethod
     def of(cls, load: Load, sent: int, prompt: int) -> "Forecast":
