@@ -1,7 +1,6 @@
 """The frontend's plugins: they observe its requests, or add pages to it.
 
 Plugins change no model's response (`app.py`), and their errors while they observe a request do not reach its client.
-Each plugin implements `Plugin`, and is loaded by its name in `PLUGINS`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

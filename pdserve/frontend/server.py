@@ -52,7 +52,7 @@ OTHER_FILES = 256
 EXHAUSTED = 1.0
 """Seconds without accepting after file descriptors or memory ran out."""
 KEEP_ALIVE = 125
-"""Seconds that an idle connection stays open. Longer than in clients (httpx 5) and reverse proxies (nginx 60, Traefik
+"""Seconds that an idle connection stays open: longer than in clients (httpx 5) and reverse proxies (nginx 60, Traefik
 90, Caddy 120), because a server that closes first loses a request that was just sent."""
 
 

@@ -1,9 +1,8 @@
 """Capacity of a decode worker: how many more requests it should get, so that it runs them at once and queues none.
 Pure.
 
-An engine serves its waiting requests first come, first served, whichever client sent them. A request that waits there
-holds KV on the prefill worker. An engine whose KV cache is full preempts running requests and computes them again. So
-requests wait in the frontend (`admission/control.py`) until a worker has capacity.
+An engine serves its waiting requests first come, first served, whichever client sent them, and preempts running ones
+when its KV cache is full. So requests wait in the frontend (`admission/control.py`) until a worker has capacity.
 """
 
 from dataclasses import dataclass

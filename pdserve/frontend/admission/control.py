@@ -128,8 +128,8 @@ class AdmissionControl:
 
     @asynccontextmanager
     async def long_text(self, client: str) -> AsyncIterator[None]:
-        """Hold while a tokenization request's long text is tokenized. Such texts are tokenized one after another,
-        round-robin over clients, because each takes seconds of the threads that also tokenize prompts."""
+        """Enter to tokenize the long text of a tokenization request. Only one is tokenized at a time, round-robin over
+        clients, because each takes seconds of the threads that also tokenize prompts."""
         async with self._long_texts.setdefault(client, asyncio.Lock()), self.tokenizing:
             yield
 

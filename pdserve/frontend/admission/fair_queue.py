@@ -5,8 +5,8 @@ virtual time is the highest tag of a sequence that has started. The lowest tag i
 request goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
 In addition, clients that run less than their share of the slots go first, because sequences may last much longer than
-estimated. A single client may use every slot, until `first_short`
-finds another client's request, which gets one of them by preemption.
+estimated. A single client may use every slot: a request of another
+client gets one of them by preemption (`first_short`).
 """
 
 from bisect import insort

@@ -161,9 +161,8 @@ class GrantedPermits:
         return self._fixed.total() < places - kept
 
     def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
-        """Those of the permits that can pause, in the order to preempt: unread ones, flex ones, then by how many
-        sequences the client runs, the most first. If equal, the youngest is first. A client's only sequence is left out
-        unless it is unread or flex."""
+        """Of these permits, those that may be preempted, in order: unread ones, flex ones, then those of clients that
+        run the most sequences, the youngest first. A client's only sequence is left out unless it is unread or flex."""
         age = {permit: age for age, permit in enumerate(self._permits)}
 
         def rank(permit: SequencePermit) -> tuple[bool, bool, int, int]:

@@ -1,8 +1,8 @@
 """Garbage collection of a frontend: full collections wait for a moment without requests, at most `MAX_DELAY`.
 
-A full collection stops the process for 20-45 ms beside small requests, and for 0.9 s beside a response with 300,000
-logprobs; Python starts one whenever the number of objects has grown by a quarter. While requests run, only young
-objects are collected, which leaves little garbage: some 60 objects in 10,000 requests.
+A full collection stops the process for 20-45 ms, and beside a large response for 0.9 s. Python starts one whenever the
+number of objects has grown by a quarter. While requests run, only young objects are collected, which leaves little
+garbage.
 """
 
 import asyncio

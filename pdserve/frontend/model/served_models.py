@@ -375,7 +375,7 @@ async def _import_early() -> None:
 @cache
 def _import_processor() -> ModuleType:
     """Import vLLM and freeze all objects of the import: a full garbage collection then takes 20-45 ms instead of 500.
-    Models are not frozen, because removed ones could never be collected. Call in a thread."""
+    Call in a thread."""
     module = import_without_gc("pdserve.frontend.model.processor")
     garbage.freeze()
     return module

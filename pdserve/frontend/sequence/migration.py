@@ -37,8 +37,8 @@ MAX_STALLS = 2
 """A request leaves this many stalled workers, and stays at the next one, because it may be what stalls them."""
 MAX_ENGINE_DEATHS = 2
 """A request fails when this many engines in a row have died while they computed its next token. After the first death,
-each request that was in the engine is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so
-the second death identifies the request that kills engines."""
+it is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so the second death shows that it
+kills engines."""
 MAX_PARAMETER_BYTES = 32 << 20
 """Maximum of bytes in a request's sampling parameters, summed over its sequences."""
 RETRY_DELAY = 0.5

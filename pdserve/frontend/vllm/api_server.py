@@ -354,8 +354,8 @@ async def make_app(
     """Make vLLM's own app on this engine. Returns it with the routes of `_plain_paths` and with its list of model
     names.
 
-    The app has no middleware, which would cost time on every chunk; the frontend replaces it. Errors of streams are
-    reported by `report_errors`. Raises ValueError for parsers that do not fit the model."""
+    The app has no middleware, which would cost time on every chunk; the frontend replaces it. Raises ValueError for
+    parsers that do not fit the model."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
     document = app.openapi
