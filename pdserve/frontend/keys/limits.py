@@ -1,8 +1,8 @@
 """What is left of an API key's limits at this frontend. Callers pass the time in monotonic seconds.
 
 Requests and tokens have a bucket each, which holds a minute's worth and fills steadily. A level may be negative. Each
-frontend fills its own buckets at the key's rate divided by the number of frontends. So on average all
-frontends together give a key no more than its rate (docs/decisions/0036-limits-of-keys.md).
+frontend fills its own buckets at the key's rate divided by the number of frontends. So all frontends together give a
+key no more than its rate on average (docs/decisions/0036-limits-of-keys.md).
 """
 
 import math

@@ -271,7 +271,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     def _fail_behind(
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
     ) -> None:
-        """Pass on the held outputs, then fail the generation. The error is sent in the next event loop turn, because now it would replace the outputs in AsyncLLM's collector."""
+        """Pass on the held outputs, then fail the generation. The error is sent in the next event loop turn,
+        because now it would replace the outputs in AsyncLLM's collector."""
         generation.state.failure = failure
         self._pass_on([(generation, output) for output in held])
         if generation.id in self._generations:
