@@ -43,7 +43,7 @@ MAX_UNREACHED = 3
 DEATH_NOTICED_WITHIN = 5.0
 """Maximum of seconds from the death of an engine to its discovery."""
 MIN_PROMPT_SPEED = 500.0
-"""Prompt tokens per second of the slowest engine: bounds how long a prompt runs before it crashes the engine."""
+"""Prompt tokens per second of the slowest engine."""
 TOLERANCE = 0.2
 """Relative difference between found and planned KV blocks above which a warning is logged."""
 STEPS = 3

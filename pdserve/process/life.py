@@ -184,7 +184,7 @@ def run(config: Config, slot: Slot, beat: Beat | None = None) -> int:
 
 def exit_code(name: str, error: Exception) -> int:
     """Log why the role ended, without a traceback for pdserve's own errors. Return its exit code: 2 for a wrong
-    configuration (the supervisor does not restart a role that was never ready), `ENGINE_KILLED`, or 1."""
+    configuration, `ENGINE_KILLED`, or 1."""
     causes = leaf_errors(error)
     if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
