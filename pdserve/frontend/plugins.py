@@ -95,8 +95,6 @@ class Plugin:
 
 
 class Plugins:
-    """The plugins of one frontend."""
-
     def __init__(self, context: PluginContext, plugins: Iterable[Plugin] = ()) -> None:
         self.context = context
         self.plugins = list(plugins)
@@ -164,7 +162,6 @@ class FrontendPages:
             await response(scope, receive, send)
 
     async def _list(self, request: Request) -> Response:
-        """All models and adapters, or the one that the path names."""
         listings = [_listing(card) for card in self._models.listed()]
         listings += [_adapter_listing(*adapter) for adapter in self._models.adapters()]
         if not (name := request.path_params.get("name")):

@@ -30,7 +30,7 @@ _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
 _uvicorn.setLevel(logging.ERROR)  # it warns of each invalid request, so any client could fill the log
 
 LINGER = 0.5
-"""Seconds before a connection is closed or aborted: a request may be on its way, or an error not yet read."""
+"""Seconds to wait before closing a connection: a request may be on its way, or an error not yet read."""
 FIRST_REQUEST_WITHIN = 3.0
 """Seconds after which a draining server closes a connection on which no request has come."""
 SWEEP = 1.0
@@ -40,7 +40,7 @@ UNREAD = "pdserve.unread"
 CHUNKS = "pdserve.chunks"
 """ASGI scope extension: `ChunkWriter` that writes parts of a body without `send`."""
 UNSENT = 16 << 10
-"""Maximum of unsent bytes in the kernel. It is small, so that an unread response is soon noticed."""
+"""Maximum of a response's unsent bytes in the kernel. It is small, so that an unread response is soon noticed."""
 BUFFERED = 64 << 10
 """High-water mark of a TLS connection's write buffer, in bytes. For plain TCP, it is uvloop's default."""
 MAX_HEAD = 64 << 10

@@ -67,8 +67,8 @@ def _is_sibling(pid: int | None) -> bool:
 
 
 def _starter(pid: int) -> int:
-    """Return the parent's pid. If the parent watches a role without `serve` (then both have the same command line),
-    return the grandparent's."""
+    """Return the pid of the process that started this one: the parent, or the grandparent if the parent only watches a
+    role (then both have the same command line)."""
     process = psutil.Process(pid)
     above = process.parent()
     alone = above is not None and above.cmdline() == process.cmdline()

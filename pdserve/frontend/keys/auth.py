@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 CHECK = 2.0
 """Seconds between two checks of the files."""
 OWNER = "pdserve.owner"
-"""ASGI scope extension of a request that this process makes itself (a batch line): the name of its key."""
+"""ASGI scope extension: name of the API key of a batch line, which is a request that this process makes itself."""
 
 
 class Viewer(Struct, frozen=True):

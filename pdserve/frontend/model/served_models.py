@@ -80,7 +80,7 @@ class ServedModels:
         self._starting: ServedModel | None = None
         """holds the requests for `expected` until it has a card"""
         self._retiring: set[ServedModel] = set()
-        """removed models whose requests still run; they migrate to workers of the same fingerprint"""
+        """removed models whose requests still run"""
         self._mixed: dict[str, set[str]] = {}
         """by model: fingerprints of its workers"""
         self._ready: dict[tuple[str, str], bool] = {}
@@ -356,7 +356,7 @@ class ServedModels:
 
 
 def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
-    """Return the newest card of this frontend's vLLM version, or else of any: during an upgrade there are two."""
+    """Return the newest card of this frontend's vLLM version, or else of any."""
     ours = installed_vllm().version
     return max(
         (card for _, card in cards),

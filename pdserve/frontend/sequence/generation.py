@@ -115,7 +115,7 @@ class Generation:
 
     @property
     def timing(self) -> tuple[int, float, float]:
-        """Tokens; seconds from submit to first token; seconds from first to last token. For a single attempt."""
+        """Tokens; seconds from submit to first token; seconds from first to last token. Valid only for one attempt."""
         return len(self.tokens), self.first_token_at - self.sent_at, self.last_token_at - self.first_token_at
 
     def is_complete(self, max_model_len: int) -> bool:

@@ -204,8 +204,8 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
 
 
 def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
-    """Refuse grammars that kill the process. Wraps vLLM's validation of parameters, which sees each schema in one form,
-    however a client sent it."""
+    """Refuse grammars that kill the process. Wraps vLLM's validation of parameters, because all schemas pass through
+    it."""
     validate = inputs._validate_params
 
     def checked(params: object, *rest: Any) -> bool | None:

@@ -120,8 +120,7 @@ class AdapterStore:
         raise AssertionError("a view ends with its frontend")
 
     def _names_beside(self, model: str) -> set[str]:
-        """Names of the adapters of other models, with or without workers. Unloaded adapters are left out, although an
-        engine holds one until its last request ends."""
+        """Names of the adapters of other models, with or without workers. Unloaded adapters are left out."""
         found = set[str]()
         models = {each.model for each in self._view.instances()} | {
             each.model for each in self._view.all_adapters()
