@@ -31,7 +31,7 @@ class ServedModel:
         self.card = card
         self.processor: Processor | None = None
         self.problem = ""
-        """why there is no processor; empty while one is built"""
+        """why its processor could not be built; else empty"""
         self.refused = False
         """the problem is its configuration, so that building again would not help"""
         self.settled = asyncio.Event()
