@@ -1,12 +1,14 @@
 """A step on the CPU has more threads than the plan gives, if its only request is a prompt and cores are idle."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from pdserve.engine.vllm import idle_cores
 from pdserve.engine.vllm.idle_cores import MIN_TOKENS, VARIABLE, running_threads, use_idle_cores
 
 PROMPT = {"a": MIN_TOKENS}
@@ -66,6 +68,18 @@ def test_threads_that_the_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> No
     """Without the variable, the user has chosen the number of threads."""
     monkeypatch.delenv(VARIABLE)
     assert threads_of(PROMPT, 1) == 1
+
+
+@pytest.mark.parametrize("text", ["0.00 0.00 0.00 0/0 0\n", "0.00\n", None], ids=["gVisor", "cut", "missing"])
+def test_no_core_is_idle_if_the_kernel_does_not_say(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error would end the engine at each long prompt."""
+    load = tmp_path / "loadavg"
+    if text is not None:
+        load.write_text(text)
+    monkeypatch.setattr(idle_cores, "_LOAD", load)
+    assert threads_of(PROMPT, running_threads()) == 1
 
 
 def test_this_thread_is_counted_as_running() -> None:

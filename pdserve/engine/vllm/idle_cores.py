@@ -5,9 +5,10 @@ each other down. While there is only one request, only one engine has work, and 
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ _LOAD = Path("/proc/loadavg")
 
 
 def running_threads() -> int:
-    """Return how many threads of this machine run or could run, including this one."""
-    return int(_LOAD.read_text().split()[3].partition("/")[0])  # 0.52 0.58 0.59 2/1205 4711
+    """Return how many threads of this machine run or could run, including this one. If the kernel does not say (gVisor
+    says 0), return a huge number, so that no core counts as idle."""
+    with suppress(OSError, LookupError, ValueError):
+        # 0.52 0.58 0.59 2/1205 4711
+        return int(_LOAD.read_text().split()[3].partition("/")[0]) or sys.maxsize
+    return sys.maxsize
 
 
 def use_idle_cores(runner: Any, running: Callable[[], int] = running_threads) -> None:
