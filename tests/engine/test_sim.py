@@ -13,6 +13,7 @@ from pdserve.contract.records import Role
 from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Sampling
+from pdserve.util.errors import ProtocolError
 from tests.conditions import until
 from tests.engine.sims import body, collect, sim, tokens
 
@@ -106,6 +107,13 @@ async def test_a_first_token_may_be_the_last_that_fits() -> None:
         assert only is not None
         assert only.finished
         assert engine.first_output("r", prompt, body(5), [b"\xff"]) is None
+
+
+async def test_a_refusal_names_what_is_wrong(decode: SimEngine) -> None:
+    with pytest.raises(ProtocolError, match="cannot generate 0 tokens after 20"):
+        await decode.generate("none", PROMPT[:20], body(0), None)
+    with pytest.raises(ProtocolError, match="a prompt of 9000 tokens"):
+        await decode.generate("long", [3] * 9000, body(), None)
 
 
 async def test_a_cached_prefix_is_neither_computed_nor_pulled_again(

@@ -206,10 +206,10 @@ class SimEngine(SimAdapters, Engine):
 
     def _add(self, request: SimRequest) -> None:
         self._check_alive()
-        if not request.prompt or len(request.prompt) >= self._model.max_model_len or request.max_tokens < 1:
-            raise ProtocolError(f"a prompt of {len(request.prompt)} tokens does not fit this engine")
-        if self._pool.needed(len(request.prompt) + request.max_tokens) > self._pool.total:
-            raise ProtocolError(f"request {request.request_id} does not fit the KV cache")
+        if not 0 < (prompt := len(request.prompt)) < self._model.max_model_len:
+            raise ProtocolError(f"a prompt of {prompt} tokens does not fit this engine")
+        if (new := request.max_tokens) < 1 or self._pool.needed(prompt + new) > self._pool.total:
+            raise ProtocolError(f"cannot generate {new} tokens after {prompt} in this KV cache")
         self._refuse_reuse(request.request_id)
         self._waiting.append(request)
         self._work.set()
