@@ -62,13 +62,13 @@ class RequestHops:
     ) -> None:
         """Record the answer. If `queued` is unknown (0), all time but the computation counts as queue."""
         self.pulled(worker, queued or now - self._published - computed)
-        self._remote(min(now, self._published + self._pulls[-1][1] + computed), engine_queued)
+        self._add_remote(min(now, self._published + self._pulls[-1][1] + computed), engine_queued)
 
     def ended(self, now: float) -> None:
         """Record that the wait for a remote prefill ended without a usable answer."""
-        self._remote(now)
+        self._add_remote(now)
 
-    def _remote(self, end: float, engine_queued: float = 0.0) -> None:
+    def _add_remote(self, end: float, engine_queued: float = 0.0) -> None:
         """Add the hops of a remote prefill. The time of messages is in no hop: it is a gap before the next hop."""
         marks = [min(end, self._published + max(0.0, queued)) for _, queued in self._pulls] + [end]
         self.add("queue", self._asked, marks[0], why=self._why)

@@ -46,12 +46,12 @@ def choose_preemption(requests: Iterable[DecodeRequest], queued: int) -> tuple[s
     clients = [each.submit.client for each in inside if each not in waiting or is_flex(each.submit.client)]
     running = Counter(clients)
     largest = max(running, key=lambda name: (is_flex(name), running[name]), default="")
-    most = math.inf if is_flex(largest) else running[largest]
+    largest_count = math.inf if is_flex(largest) else running[largest]
     # the rule of `frontend/admission/fair_queue.py`, which does not see the requests of other frontends
     entitled = [
         place
         for place, request in enumerate(waiting, 1)
-        if most > 2 * running[request.submit.client] + 1 and not is_flex(request.submit.client)
+        if largest_count > 2 * running[request.submit.client] + 1 and not is_flex(request.submit.client)
     ]
     if not entitled:
         return "", 0

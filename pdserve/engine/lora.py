@@ -1,8 +1,8 @@
 """LoRA adapters: their part of the engine contract, and how an adapter is identified.
 
 The id of an adapter is a hash of its files and the engine's LoRA settings, because its name may later, or on another
-host, stand for other weights. Names of prefixes (`contract/prefixes.py`) and KV fingerprints contain the id, so that KV
-of one adapter is never used for another, nor for the base model."""
+host, stand for other weights. Names of prefixes (`contract/prefixes.py`) and KV fingerprints depend on the id, so that
+KV of one adapter is never used for another, nor for the base model."""
 
 import hashlib
 import json

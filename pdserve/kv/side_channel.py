@@ -42,8 +42,8 @@ WAIT_MS = 2
 """Milliseconds that an engine step waits for answers, so that a read need not wait for the next step."""
 _IDLE = 600.0
 """Seconds after which an unused connection is closed."""
-_confirmed = msgspec.msgpack.Decoder(tuple[int, bool])
-_request = msgspec.msgpack.Decoder(tuple[bytes, int | tuple[str, str], int])
+_held_decoder = msgspec.msgpack.Decoder(tuple[int, bool])
+_request_decoder = msgspec.msgpack.Decoder(tuple[bytes, int | tuple[str, str], int])
 
 IsHeld = Callable[[str, str], bool]
 """Takes the ids of an engine and a prefill; returns whether the engine holds the prefill's KV."""
@@ -120,7 +120,7 @@ def _serve(
 
 def _answer(parts: list[bytes], answers: Mapping[tuple[int, int], bytes], is_held: IsHeld) -> bytes:
     _, _, body = parts
-    match _request.decode(body):
+    match _request_decoder.decode(body):
         case name, int(pipeline_rank), tensor_rank if name == GET_META:
             return answers[pipeline_rank, tensor_rank]
         case name, (engine, prefill), number if name == HELD:
@@ -271,7 +271,7 @@ class Confirmations:
 
     def _answered(self, parts: list[bytes]) -> None:
         try:
-            number, held = _confirmed.decode(parts[1])
+            number, held = _held_decoder.decode(parts[1])
         except (msgspec.MsgspecError, IndexError):
             return  # an answer of another pdserve version
         for question in self._questions.values():

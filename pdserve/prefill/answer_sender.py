@@ -44,7 +44,7 @@ class AnswerSender:
         self._queue = queue
         self._kept: dict[str, _Kept] = {}
         """Answers whose KV is kept, by the `request_id` of their handles."""
-        self._warm: set[str] = set()
+        self._warmed_up: set[str] = set()
         """Decode workers whose warm-up with this worker is over: its KV is freed, or its prefill failed."""
         self._changed = asyncio.Event()
 
@@ -52,7 +52,7 @@ class AnswerSender:
         if isinstance(answer, PrefillDone):
             self._kept[answer.handle.request_id] = _Kept(decode, answer, warm_up)
         elif warm_up:
-            self._warm.add(decode)
+            self._warmed_up.add(decode)
             self._changed.set()
         await unless_away(self._queue.answer(decode, answer))
 
@@ -83,7 +83,7 @@ class AnswerSender:
         """Record that the engine no longer keeps this KV; unknown ids are ignored."""
         kept = self._kept.pop(request_id, None)
         if kept is not None and kept.warm_up:
-            self._warm.add(kept.decode)
+            self._warmed_up.add(kept.decode)
         self._changed.set()
 
     async def empty(self) -> None:
@@ -97,8 +97,8 @@ class AnswerSender:
 
         def enough() -> bool:
             workers = decode_workers()
-            return workers <= self._warm or (
-                len(workers) > MAX_PAIRS and len(workers & self._warm) >= MAX_PAIRS / 2
+            return workers <= self._warmed_up or (
+                len(workers) > MAX_PAIRS and len(workers & self._warmed_up) >= MAX_PAIRS / 2
             )
 
         await until(enough, self._changed, POLL_INTERVAL)  # polls, because decode workers come and go

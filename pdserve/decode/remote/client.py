@@ -115,7 +115,7 @@ class RemotePrefill:
         tokens = len(request.submit.prompt)
         request.answer = asyncio.get_running_loop().create_future()
         try:
-            if request.prefix and not await self._prefer(request, request.prefix):
+            if request.prefix and not await self._send_to_preferred(request, request.prefix):
                 request.prefix, request.remote_tokens = None, tokens
             await self._wait_turn(request)
             if request.awaits_answer:
@@ -146,15 +146,15 @@ class RemotePrefill:
     async def _wait_turn(self, request: DecodeRequest) -> None:
         """Wait until the prompt may be published. A prompt that bypasses the queue does not wait."""
         bypasses = request.warm_up_with or request.preferred
-        if not bypasses and not await self.publisher.wait(request, partial(self._bound, request)):
+        if not bypasses and not await self.publisher.wait(request, partial(self._timeout_of, request)):
             request.resolve(TIMEOUT)
 
-    async def _prefer(self, request: DecodeRequest, prefix: PrefixChoice) -> bool:
+    async def _send_to_preferred(self, request: DecodeRequest, prefix: PrefixChoice) -> bool:
         """Send the prompt to the worker with its prefix. Return False if it does not begin the prompt."""
         request.begun = asyncio.get_running_loop().create_future()
         assert request.answer is not None
         request.published = True
-        await self._publish(request, prefix.begin_within + self._bound(request, 0))
+        await self._publish(request, prefix.begin_within + self._timeout_of(request, 0))
         ends: set[asyncio.Future[Any]] = {request.begun, request.answer}
         within = prefix.begin_within + BEGIN_GRACE
         await asyncio.wait(ends, timeout=within, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +166,7 @@ class RemotePrefill:
         return False
 
     async def _wait_answer(self, request: DecodeRequest, answer: asyncio.Future[Outcome]) -> None:
-        bound = self._bound(request, self.queue.stored)
+        bound = self._timeout_of(request, self.queue.stored)
         request.published = True
         ends = time.monotonic() + bound
         if not request.preferred:
@@ -174,7 +174,7 @@ class RemotePrefill:
         await asyncio.wait({answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
 
-    def _bound(self, request: DecodeRequest, ahead: int) -> float:
+    def _timeout_of(self, request: DecodeRequest, ahead: int) -> float:
         tokens, workers = len(request.submit.prompt), len(self.workers.available())
         bound = WARM_UP_TIMEOUT if request.warm_up_with else self.timeout.seconds(tokens, ahead, workers)
         return min(bound, request.deadline - time.monotonic())

@@ -104,19 +104,19 @@ class Estimator:
         if not workers:
             return None
         now = self.clock()
-        requests = [each for each in self._before(is_flex(asked.submit.client)) if each is not asked]
+        requests = [each for each in self._requests_ahead(is_flex(asked.submit.client)) if each is not asked]
         local_token, remote = self._speeds(requests, workers, now, cached)
-        spread = 1 / sum(1 / each.token_seconds for each in remote)
-        slots = ((each.due, each.local_tokens) for each in requests if not each.since)
+        remote_token = 1 / sum(1 / each.token_seconds for each in remote)
+        waiting = ((each.due, each.local_tokens) for each in requests if not each.since)
         held = ((each.due, each.remote_tokens) for each in requests if not each.published)
         local_tokens = self.prefill_tokens() + sum(request.local_tokens for request in requests)
         estimates = estimate(
             compute,
             prompt,
             streams=sum(request.has_first_step for request in requests),
-            local_ahead=local_tokens - _passed(slots, asked.due, compute, local_token, now),
+            local_ahead=local_tokens - _passed(waiting, asked.due, compute, local_token, now),
             local_token=local_token,
-            queued=self._queued(requests, prompt) - _passed(held, asked.due, prompt, spread, now),
+            queued=self._queued(requests, prompt) - _passed(held, asked.due, prompt, remote_token, now),
             remote=remote,
             handover=decayed(self._handover.value, now - self._handover.at, FIRST_HANDOVER) or FIRST_HANDOVER,
             step_token=self._chunk_token.value,
@@ -235,7 +235,7 @@ class Estimator:
         others = max(0, self.queue.depth - len(own))
         return sum(own) + others * (sum(own) / len(own) if own else prompt)
 
-    def _before(self, flex: bool) -> list[DecodeRequest]:
+    def _requests_ahead(self, flex: bool) -> list[DecodeRequest]:
         """Requests that a new one waits for. Only a flex request waits for flex requests that no engine has."""
         return [
             each
@@ -246,14 +246,14 @@ class Estimator:
     def outlook(self) -> Outlook:
         """Estimate the wait of a prompt that arrives now."""
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
-        requests = self._before(False)
+        requests = self._requests_ahead(False)
         local_token, remote = self._speeds(requests, workers, now)
         local_tokens = self.prefill_tokens() + sum(request.local_tokens for request in requests)
         ways = [(local_tokens * local_token, local_token)]
         if remote:
-            spread = 1 / sum(1 / each.token_seconds for each in remote)
+            remote_token = 1 / sum(1 / each.token_seconds for each in remote)
             remote_tokens = self._queued(requests, MIN_MEASURED_TOKENS) + sum(each.ahead for each in remote)
-            ways.append((remote_tokens * spread, spread * len(remote)))
+            ways.append((remote_tokens * remote_token, remote_token * len(remote)))
         backlog = local_token * sum(each.local_tokens for each in requests if not each.since)
         backlog += ways[-1][1] * sum(each.remote_tokens for each in requests if not each.prefiller)
         gap = max(decayed(mean.value, now - mean.at, 0.0) or 0.0 for mean in (self._plain, self._handover))

@@ -38,7 +38,7 @@ class SimEngine(SimAdapters, Engine):
         self.faults = Faults()
         self._spec = spec
         self._model = model = sim_model(spec.engine_args)
-        self._chunk, self._with_kv = model.prompt_chunk, 0
+        self._chunk, self._steps_with_kv = model.prompt_chunk, 0
         self._pool = BlockPool(model.kv_blocks, model.block_size)
         self.prefixes = self._pool.prefixes
         self._kv_server = KvServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
@@ -284,9 +284,9 @@ class SimEngine(SimAdapters, Engine):
         in chunks, by arrival."""
         budget = self._model.max_batched_tokens
         pulled = [request.pulled for request in self._running if request.prefilling]
-        self._with_kv = self._with_kv + 1 if any(pulled) else 0
+        self._steps_with_kv = self._steps_with_kv + 1 if any(pulled) else 0
         is_only_one = len(self._running) + len(self._waiting) == 1
-        chunk = budget if is_only_one else self._model.chunk(self._chunk, len(pulled), self._with_kv)
+        chunk = budget if is_only_one else self._model.chunk(self._chunk, len(pulled), self._steps_with_kv)
         share: list[tuple[SimRequest, int]] = []
         for request in sorted(self._running, key=lambda request: request.prefilling):
             count = min(len(request.prompt) - request.computed, budget, chunk) if request.prefilling else 1

@@ -130,8 +130,8 @@ class VllmEngine(Engine):
         raw = translation.first_output(packed, self._timestamp) if self._uses_prefill_token else None
         if raw is None:
             return None
-        most = translation.read_body(body).sampling_params.max_tokens
-        last = min(most, self.facts.max_model_len - len(prompt)) == 1
+        max_tokens = translation.read_body(body).sampling_params.max_tokens
+        last = min(max_tokens, self.facts.max_model_len - len(prompt)) == 1
         if raw.finish_reason is api.FinishReason.LENGTH and not last:
             raw.finish_reason = None
         raw.request_id = request_id

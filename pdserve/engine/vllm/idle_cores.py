@@ -36,13 +36,13 @@ def running_threads() -> int:
 
 def use_idle_cores(runner: Any, running: Callable[[], int] = running_threads) -> None:
     """Have `runner`, vLLM's class of model runners, use the idle cores, too, for steps of prompts only."""
-    most, usual = int(os.environ.get(VARIABLE, "0")), torch.get_num_threads()
-    if most <= usual:
+    maximum, usual = int(os.environ.get(VARIABLE, "0")), torch.get_num_threads()
+    if maximum <= usual:
         return
     execute = runner.execute_model
 
     def execute_model(self: Any, step: Any, *args: Any, **named: Any) -> Any:
-        threads = most + 1 - fewest(running) if has_only_prompts(step) else 0
+        threads = maximum + 1 - fewest(running) if has_only_prompts(step) else 0
         with _threads(threads, usual) if threads > usual else nullcontext():
             return execute(self, step, *args, **named)
 

@@ -151,7 +151,7 @@ class VllmProcess:
         gc.collect()
         gc.freeze()
         try:
-            with _deaf_children():
+            with _children_ignore_signals():
                 if self._headless and not self._abandoned:
                     self.ranks = api.start_ranks(self.config)
                 elif not self._abandoned:
@@ -257,7 +257,7 @@ def _remove(beginning: str) -> None:
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
+def _children_ignore_signals() -> Iterator[None]:
     """Have processes that are started in this block ignore SIGINT and SIGHUP. Ctrl-C and the end of a terminal signal
     the whole foreground group, and vLLM's processes would end with all requests before this process can drain them.
     Children inherit the signals that this thread blocks."""

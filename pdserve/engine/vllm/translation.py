@@ -133,7 +133,7 @@ def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
 def to_generate(
     request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None, after: Sequence[int] = ()
 ) -> api.EngineCoreRequest:
-    request = _own(request_id, prompt, body)
+    request = _sanitized(request_id, prompt, body)
     sampling = request.sampling_params
     if kv is not None:
         if prefix_key(request) is None:
@@ -152,7 +152,7 @@ def to_prefill(
     """Return a request for one token, and whether that token is the first of the client's request. It is if `samples`
     is true and the sampling parameters allow it. Otherwise the request has no sampling parameters that could delay or
     end it, because only its KV is used."""
-    request = _own(request_id, prompt, body)
+    request = _sanitized(request_id, prompt, body)
     if prefix_key(request) is None:
         raise ProtocolError("this prompt cannot be prefilled for another engine")
     sampling = request.sampling_params
@@ -281,7 +281,7 @@ def transfers_of(moved: Mapping[str, Any]) -> Transfers:
     )
 
 
-def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
+def _sanitized(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
     """The request in `body` with our id and prompt, without transfer parameters: with them a client could read other
     clients' KV, or kill the engine."""
     request = read_body(body)
