@@ -1,7 +1,7 @@
 """The command line, built with typer.
 
 Each command is a function in its own module: the docstring is the text of `--help`, the annotated parameters are the
-options, and the result is the exit code (`_EPILOG` says what each means). A module is imported only when its command is
+options, and the result is the exit code. A module is imported only when its command is
 used, so that `pdserve --help` is fast (docs/decisions/0019-command-line.md).
 """
 
@@ -180,7 +180,7 @@ def _pdserve(
 
 
 class _Verbatim:
-    """Show help and examples as written, with their line breaks. In examples, `{command}` becomes its name."""
+    """Show help and examples with their line breaks. In examples, `{command}` becomes the command's name."""
 
     help: str | None
     epilog: str | None

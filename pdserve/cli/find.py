@@ -66,7 +66,7 @@ def find_graph(
     if file and not etcd:
         config = load(file)
         if config.etcd is None:
-            return _on(config.state_dir, file)
+            return _graph_on(config.state_dir, file)
         return GraphAddress(
             config.etcd,
             config.namespace,
@@ -75,7 +75,7 @@ def find_graph(
         )
     if address := etcd or os.environ.get("PDSERVE_ETCD"):
         return GraphAddress(address, namespace or Config.namespace, credentials=Credentials.load(credentials))
-    return _on(Path(os.environ.get("PDSERVE_STATE_DIR") or Config.state_dir).expanduser())
+    return _graph_on(Path(os.environ.get("PDSERVE_STATE_DIR") or Config.state_dir).expanduser())
 
 
 @asynccontextmanager
@@ -88,12 +88,14 @@ async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
             view = await stack.enter_async_context(RegistryView(registry))
             opened = GraphView(view.snapshot, lambda: registry.connected, lambda: registry.refusal)
         except RegistryUnavailable as error:
-            if _known(graph) is None:
+            if _last_snapshot(graph) is None:
                 needs = "" if graph.credentials else ", or it needs --credentials"
                 down = "its etcd is down or hangs (start it again; nothing else needs a restart)"
                 advice = "" if registry.refusal else f": no graph runs there, or {down}{needs}"
                 raise NoGraph(f"{error}{advice}.") from None
-            opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False, lambda: registry.refusal)
+            opened = GraphView(
+                lambda: _last_snapshot(graph) or _NOTHING, lambda: False, lambda: registry.refusal
+            )
         yield opened
 
 
@@ -104,11 +106,11 @@ def running_here(graph: GraphAddress) -> GraphRecord | None:
     return found if same else None
 
 
-def _known(graph: GraphAddress) -> Snapshot | None:
+def _last_snapshot(graph: GraphAddress) -> Snapshot | None:
     return state.read_snapshot(graph.state_dir) if graph.state_dir and running_here(graph) else None
 
 
-def _on(state_dir: Path, file: Path | None = None) -> GraphAddress:
+def _graph_on(state_dir: Path, file: Path | None = None) -> GraphAddress:
     """Return the graph that `serve` runs on this state directory. `file`: a given file that names no etcd."""
     graph = state.read(state_dir)
     if graph is None:

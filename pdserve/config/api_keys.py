@@ -27,22 +27,22 @@ MAX_LIMIT = 10**12
 MIN_LENGTH = 16
 """Characters of a key. A shorter key can be guessed."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_NAMES = "letters, digits and . _ @ -, at most 64"
+_NAME_RULE = "use letters, digits and . _ @ -, at most 64"
 _KEY = re.compile(r"[!-~]+")
-_FIT = "of ASCII characters without spaces, since clients cannot send others"
+_KEY_RULE = "of ASCII characters without spaces, since clients cannot send others"
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrent-requests")
-_LIMIT = f"a whole number from 1 to {MAX_LIMIT}; without it there is no such limit"
+_LIMIT_RULE = f"a whole number from 1 to {MAX_LIMIT}; leave it out for no limit"
 _FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
     "key": (
         lambda value: isinstance(value, str) and _KEY.fullmatch(value),
-        f"a text {_FIT}; put quotes round it",
+        f"a text {_KEY_RULE}; put quotes round it",
     ),
     "key-sha256": (
         lambda value: isinstance(value, str) and re.fullmatch(r"[0-9A-Fa-f]{64}", value),
         "64 hex digits, the SHA-256 of the key, in quotes",
     ),
     "admin": (lambda value: isinstance(value, bool), "true or false"),
-    **dict.fromkeys(_LIMITS, (lambda value: type(value) is int and 0 < value <= MAX_LIMIT, _LIMIT)),
+    **dict.fromkeys(_LIMITS, (lambda value: type(value) is int and 0 < value <= MAX_LIMIT, _LIMIT_RULE)),
 }
 """Fields of an API key -> a check of the value, and what it must be."""
 
@@ -142,9 +142,9 @@ def _read_lines(lines: Iterable[tuple[str, str]], into: FoundKeys) -> None:
         if not key.strip("="):
             name, key = "", text
         elif not _NAME.fullmatch(name):
-            raise ConfigError([f"{place}: the text before the = is no name for an API key: {_NAMES}."])
+            raise ConfigError([f"{place}: the text before the = is no name for an API key: {_NAME_RULE}."])
         if not _KEY.fullmatch(key):
-            raise ConfigError([f"{place}: the key must be {_FIT}."])
+            raise ConfigError([f"{place}: the key must be {_KEY_RULE}."])
         _note_short(f"{place}: the key{name and f' {name}'}", key, into)
         into.keys.append(ApiKey.of(key, name))
 
@@ -159,7 +159,7 @@ def _read_yaml(path: Path, text: str, into: FoundKeys) -> bool:
         raise ConfigError([re.sub(r"'[^']*'", "...", problem) for problem in error.problems]) from None
     for entry in tree.values():
         if not _NAME.fullmatch(entry.path):
-            findings.problem(entry, f"is no name for an API key: {_NAMES}.")
+            findings.problem(entry, f"is no name for an API key: {_NAME_RULE}.")
         elif not isinstance(entry.value, dict):
             findings.problem(entry, "must be a mapping: indent `key: ...` under it.")
         else:

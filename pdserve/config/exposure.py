@@ -34,8 +34,7 @@ def openings(
 
 
 def _of_graph(graph: GraphSection, allowed: bool) -> Iterator[Opening]:
-    """Find addresses that need credentials: those with TLS and, unless `allowed`, those on other machines or reached
-    by them."""
+    """Find addresses that need credentials. If `allowed`, only those that ask for TLS do."""
     plain = f"{_MAKE}, {_or_accept('plain-graph')}."
     named = [("nats", "tls", each) for each in split_servers(graph.nats)]
     named += [("etcd", "https", each) for each in split_servers(graph.etcd)]

@@ -1,9 +1,8 @@
 """Loads a YAML file into a Config. It is strict, and reports all problems of a file at once.
 
 The sections are those of a Dynamo 0.2 graph (Common, Frontend, Processor, VllmWorker, PrefillWorker), and pdserve's own
-Graph, Slo and Security. As in Dynamo, a key of Common applies only to sections that list it in `common-configs` and do
-not set it themselves; a key that no section lists is an error. Environment variables win over the file: pdserve's own
-(`env_overrides.py`) and OpenTelemetry's.
+Graph, Slo and Security. A key of Common applies only to sections that list it in `common-configs` and do not set it
+themselves. Environment variables win over the file: pdserve's own (`env_overrides.py`) and OpenTelemetry's.
 """
 
 import os
@@ -245,8 +244,8 @@ def _check_parsers(args: Arguments, findings: Findings) -> None:
 
 
 def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
-    """Check the names of LoRA adapters, and that the engine holds all: it cannot drop one and read its folder again,
-    which may have other weights later."""
+    """Check the names of LoRA adapters, and that the engine holds all at once. It must not read an adapter again,
+    because its folder may have other weights later."""
     if (entry := args.get("lora-modules")) is None:
         return
     found = static_adapters({"lora-modules": entry.value})

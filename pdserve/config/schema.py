@@ -310,10 +310,9 @@ class GraphSection(Section):
     queue_replicas: Annotated[int | None, Field(strict=True, ge=1, le=5)] = None
     """servers of a NATS cluster that keep a copy of the prefill queue; not set: 3 if `nats` names three or more"""
     host: Annotated[Host, AfterValidator(own_address)] = "127.0.0.1"
-    """address at which other machines reach this machine's workers; engines listen on its network device (and RDMA
-    ports) only"""
+    """address at which other machines reach this machine's workers; engines listen only on its network device"""
     kv_port: Port = 5600
-    """first of the NIXL side-channel ports, one for each worker, where others ask how to read its KV"""
+    """first of the NIXL side-channel ports; each worker has one, and answers there how to read its KV"""
     stream_port: Port | None = None
     """first of the workers' ports for frontends; a role that runs alone adds its `--index`; not set: free ports"""
     pages_port: Port | None = None

@@ -1,7 +1,7 @@
 """Installs the locked packages of this machine's engine into a virtual environment, with uv.
 
 Needs only the standard library, because `make install` runs it before pdserve's dependencies are installed. A file in
-the environment lists the finished steps. An interrupted step is not listed and runs again, with wheels from uv's cache.
+the environment lists the finished steps. An interrupted step runs again, with wheels from uv's cache.
 """
 
 import ast
@@ -196,8 +196,8 @@ def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
 
 
 def pip_settings(folder: Path) -> dict[str, str]:
-    """Return pip's package sources, which uv does not read, as environment variables of uv that are not set yet. In
-    options, every user of the host could read a URL's password."""
+    """Return pip's package sources, which uv does not read, as environment variables of uv that are not set yet. In a
+    command line, every user of the host could read a URL's password."""
     listed, found = _pip_config(folder), defaultdict[str, list[str]](list)
     for section in ("global", "install", ":env:"):  # of index-url, the last one counts
         for name, value in re.findall(rf"^{section}\.([a-z-]+)=(.+)$", listed, re.MULTILINE):

@@ -169,7 +169,7 @@ def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
 
 def _stages(config: Config, worker: PlannedWorker) -> Iterator[str]:
     """Refuse pipeline stages if KV moves between workers. A stage has only a part of the layers, and vLLM's connector
-    refuses a rank with other layers than its own (vllm#45880: only prefill engines that push KV may have stages)."""
+    refuses a rank with other layers than its own (vllm#45880)."""
     if kv_moves(config) and int(str(worker.config.engine_args.get("pipeline-parallel-size", 1))) > 1:
         yield (
             f"pipeline-parallel-size of {worker.slot.role.value} splits the layers, and KV of a part of the layers "
@@ -255,7 +255,7 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
     if (override := worker.config.engine_args.get("num-gpu-blocks-override")) is not None:
         yield (
             f"num-gpu-blocks-override of {role} is {override}, but one request of max-model-len "
-            f"{memory.max_model_len:,} needs {blocks} blocks with the one that vLLM keeps for itself: "
+            f"{memory.max_model_len:,} needs {blocks} blocks, as vLLM keeps one for itself: "
             f"raise it to {blocks}{', or '.join(['', *ways])}."
         )
         return

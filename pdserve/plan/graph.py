@@ -1,8 +1,7 @@
 """The graph as data: its roles, how to run a process of each, and the order in which they stop.
 
-All roles start at once when NATS and etcd are up: engines load in parallel, and frontends answer 503 until a model card
-appears. They stop in waves, each after the previous one has ended, so that a process that finishes a request still has
-the processes that it needs.
+All roles start at once when NATS and etcd are up. They stop in waves, one after the other: frontends need workers to
+finish their requests.
 """
 
 import json
@@ -27,8 +26,8 @@ SLOT_VARIABLE = "PDSERVE_SLOT"
 """Environment variable with the slot that the supervisor planned. A process that planned its own slot might take GPUs
 of other processes."""
 BOOT_VARIABLE = "PDSERVE_BOOT"
-"""Environment variable with the boot id, by which the supervisor recognizes the instance that a process registers: a
-pid is unique only inside a container, and only until the container restarts."""
+"""Environment variable with the boot id, by which the supervisor recognizes the instance that its child registers.
+A pid is unique only inside a container."""
 
 
 @dataclass(frozen=True)

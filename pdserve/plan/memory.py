@@ -184,7 +184,7 @@ def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) 
 def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
     """Return max-loras x max-lora-rank x (columns + rows) of each matrix of attention and MLP. vLLM allocates them even
     without loaded adapters (`lora/layers`). The tensor-parallel ranks split either the rows or the columns; each rank
-    has the whole other side. Embeddings, which few adapters change, are not counted."""
+    has the whole other side. Embeddings are not counted."""
     if args.get("enable-lora") is not True:
         return 0
     tensor, hidden = tensor_size(args), model.hidden
@@ -194,13 +194,19 @@ def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
     mlp = 2 * hidden + 2 * inner + inner + hidden
     loras, rank = int(str(args.get("max-loras", 1))), int(str(args.get("max-lora-rank", 16)))
     width = DTYPE_BYTES.get(str(args.get("lora-dtype", "auto")), _dtype_bytes(model, args))
-    return loras * rank * _layers(model, args) * (attention + mlp + _expert_lines(model, args)) * width
+    return (
+        loras
+        * rank
+        * _layers(model, args)
+        * (attention + mlp + _expert_rows_and_columns(model, args))
+        * width
+    )
 
 
-def _expert_lines(model: ModelFacts, args: Mapping[str, object]) -> int:
+def _expert_rows_and_columns(model: ModelFacts, args: Mapping[str, object]) -> int:
     """Return columns + rows of the matrices (gate, up, down) of a layer's experts on this rank. vLLM allocates for
-    each, unless lora-target-modules leaves experts out (`lora/layers/fused_moe.py`). An upper bound: not all layers
-    need have experts, and gpt-oss has gate and up in one matrix."""
+    each, unless lora-target-modules leaves experts out (`lora/layers/fused_moe.py`). An upper bound: some
+    layers may have no experts, and gpt-oss has gate and up in one matrix."""
     if "experts" not in str(args.get("lora-target-modules") or "experts"):
         return 0
     tensor, whole = tensor_size(args), args.get("enable-expert-parallel") is True

@@ -19,9 +19,9 @@ _PART = re.compile(r"-\d+-of-(\d+)$")
 _MAX_HEADER = 100 * 2**20
 _TOWERS = {"text_config", "vision_config", "audio_config"}
 _ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
-_STATE = re.compile("mamba_|ssm_|linear_(attn|conv|key|num)|conv_L_cache$|hybrid_override_pattern$")
+_STATE_KEY = re.compile("mamba_|ssm_|linear_(attn|conv|key|num)|conv_L_cache$|hybrid_override_pattern$")
 """Matches config keys of models whose layers (some or all) have a state of fixed size instead of KV."""
-_STATEFUL = re.compile("mamba|linear|conv|recurrent|ssm|delta|rwkv|lightning", re.IGNORECASE)
+_STATE_KIND = re.compile("mamba|linear|conv|recurrent|ssm|delta|rwkv|lightning", re.IGNORECASE)
 """Matches the kinds of such layers."""
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _ALTERNATING = {"gemma2", "gemma3_text", "gpt_oss"}
@@ -84,7 +84,7 @@ class ModelFacts:
     @property
     def stateful_layers(self) -> tuple[str, ...]:
         """Kinds of layers with a state of fixed size instead of KV."""
-        return tuple(kind for kind in self.odd_layers if _STATEFUL.search(kind))
+        return tuple(kind for kind in self.odd_layers if _STATE_KIND.search(kind))
 
     @property
     def quantized(self) -> bool:
@@ -133,7 +133,7 @@ def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFa
         stored=_stored(folder),
         odd_layers=_odd_layers(config),
         window=window,
-        only_windows=bool(window) and not _mixed(config),
+        only_windows=bool(window) and not _some_without_window(config),
         experts=next((_largest(config[key]) for key in _EXPERTS if config.get(key)), 0),
         expert_intermediate=_largest(
             config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
@@ -153,10 +153,10 @@ def _largest(count: Any) -> int:
 
 
 def _odd_layers(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return unusual kinds of layers: from `layer_types` or, without it, from keys that match `_STATE`."""
+    """Return unusual kinds of layers: from `layer_types` or, without it, from keys that match `_STATE_KEY`."""
     if kinds := config.get("layer_types"):
         return tuple(sorted(set(map(str, kinds)) - _ATTENTION))
-    sizes = (key for key, value in config.items() if value and _STATE.match(key))
+    sizes = (key for key, value in config.items() if value and _STATE_KEY.match(key))
     return ("Mamba or linear attention",) if any(sizes) else ()
 
 
@@ -168,8 +168,7 @@ def _window(config: dict[str, Any]) -> int:
     return window if used and window > 0 and (not longest or window < longest) else 0
 
 
-def _mixed(config: dict[str, Any]) -> bool:
-    """Whether some layers have no sliding window."""
+def _some_without_window(config: dict[str, Any]) -> bool:
     kinds = set(config.get("layer_types") or ())
     return (
         len(kinds) > 1

@@ -214,7 +214,8 @@ def place(
     if absent := sorted(pinned - set(gpus)):
         have = _listed(gpus) or "none"
         problems.append(
-            f"gpu-ids asks for GPU {_listed(absent)}, but there are {have}: correct gpu-ids or CUDA_VISIBLE_DEVICES."
+            f"gpu-ids asks for GPU {_listed(absent)}, but this machine has {have}: correct gpu-ids or "
+            "CUDA_VISIBLE_DEVICES."
         )
     if any(len(groups[request.worker]) != request.gpus for request in requests):
         others = [request for request in requests if not request.pinned]

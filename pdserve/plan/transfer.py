@@ -30,8 +30,8 @@ def ranks_meet(config: Config, model: ModelFacts | None) -> Iterator[str]:
 
 
 def layers_move(config: Config, model: ModelFacts | None, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """Check the kinds of layers. KV moves as the blocks of the whole prompt. A state is in no block. If all layers have
-    a sliding window, vLLM keeps only the last blocks (else `unify_hybrid_kv_cache_specs` keeps all)."""
+    """Check the kinds of layers. KV moves in blocks, which do not hold the state of layers such as Mamba. If all layers
+    have a sliding window, vLLM keeps only the last blocks of a prompt."""
     if model is None or not kv_moves(config):
         return
     alone = "set remote-prefill: false, and leave out PrefillWorker"

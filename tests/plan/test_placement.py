@@ -44,7 +44,7 @@ def test_placements(
     [
         ([("d", 2), ("p", 2)], [0, 1, 2], "The graph needs 4 GPUs (2 for d, 2 for p), found 3: "),
         ([("d", 1)], [], "The graph needs 1 GPU (1 for d), found 0: "),
-        ([("d", 1, 5)], [0, 1], "gpu-ids asks for GPU 5, but there are 0, 1: "),
+        ([("d", 1, 5)], [0, 1], "gpu-ids asks for GPU 5, but this machine has 0, 1: "),
         ([("d", 1, 0), ("p", 1)], [0], "The graph needs 2 GPUs (1 for d, 1 for p), found 1: "),
     ],
 )

@@ -159,7 +159,6 @@ async def _run_json(command: list[str], env: dict[str, str]) -> dict[str, Any]:
 
 
 def _ucx(plan: Plan) -> dict[str, str]:
-    """Return UCX's environment variables of this host's workers."""
     return {
         name: value
         for worker in plan.workers

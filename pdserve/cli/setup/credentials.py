@@ -39,12 +39,11 @@ def make_credentials(
         ) from error
     except OSError as error:
         raise ConfigError([f"{folder} cannot be written: {error.strerror or error}."]) from error
-    print(_next(Credentials(folder.absolute())))
+    print(_next_steps(Credentials(folder.absolute())))
     return 0
 
 
-def _next(made: Credentials) -> str:
-    """Return the text that says what to do with the folder."""
+def _next_steps(made: Credentials) -> str:
     return f"""\
 Made {made.folder}. Keep it secret: it gives access to the graph.
 

@@ -81,7 +81,7 @@ _REFUSED = {
     "node-rank": "differs by host: start `pdserve decode` or `pdserve prefill` with --node-rank there; remove it.",
     "master-addr": "is not needed, because the hosts of a worker (nnodes) find each other in etcd; remove it.",
     "master-port": "is not needed, because the hosts of a worker (nnodes) find each other in etcd; remove it.",
-    "worker-extension-cls": "is pdserve's own, which enables AMX in each worker before its first pass; remove it.",
+    "worker-extension-cls": "is set by pdserve, whose own extension enables AMX; remove it.",
     "runner": "is always generate in pdserve; remove it.",
     "convert": "would make an embedding model, which cannot decode; remove it.",
     "skip-tokenizer-init": "would leave the frontends without a tokenizer; remove it.",

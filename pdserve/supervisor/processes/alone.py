@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 TICK = 1.0
 """Seconds between two checks of the role."""
 HANGS_AFTER = 60.0
-"""Seconds without a heartbeat after which a role is killed. They are counted in ticks, without pauses of both
-processes, and from the first heartbeat on, because imports may take longer."""
+"""Seconds without a heartbeat after which a role is killed. The count begins at the first
+heartbeat, because imports may take longer."""
 _DUMP_STACKS = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _FROM_TERMINAL = 0x80
@@ -77,8 +77,8 @@ def allow_many_files() -> None:
 
 
 def make_sockets_folder(state_dir: str = "") -> str:
-    """Make a private folder for the sockets of one role's engine: in the state directory, or in the temporary folder or
-    /tmp if the paths would be too long, or the disk is full. Raises OSError."""
+    """Make a private folder for the sockets of one role's engine: in the state directory, or else in the temporary
+    folder, or else in /tmp. Its path must be short. Raises OSError."""
     for parent, prefix in ((state_dir, "sockets-"), (tempfile.gettempdir(), "pdserve-")):
         with suppress(OSError):
             if parent and len(os.fsencode(parent)) <= _MAX_FOLDER:

@@ -35,8 +35,7 @@ def process_tree(pid: int) -> set[int]:
 
 
 async def wait_for_exit(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for a child to exit; return its exit code, negative for a signal. Uses a pidfd, which needs no child watcher
-    or thread of the event loop."""
+    """Wait for a child to exit; return its exit code, negative for a signal."""
     if process.poll() is None:
         loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
         loop.add_reader(pidfd, ended.set)
@@ -62,9 +61,9 @@ async def end_group(group: int, memory: Collection[str] = ()) -> None:
 
 
 class Guardian:
-    """The supervisor's side of the guardian. Each wave of roles gets `patience` seconds to stop. The guardian inherits
-    `lock`, a descriptor of the lock file, and ends when no process is left. `run` marks the watched processes, so that
-    the next supervisor finds them if the guardian is killed too."""
+    """The supervisor's side of the guardian. Each wave of roles gets `patience` seconds to stop. `lock`:
+    descriptor of the lock file, which the guardian holds until no process is left. `run` marks the watched processes,
+    so that the next supervisor finds them if the guardian is killed too."""
 
     def __init__(self, patience: float, lock: int | None = None, run: str = "") -> None:
         self.run = run

@@ -67,7 +67,7 @@ def kill(left: Callable[[], Collection[int]], memory: Collection[str] = ()) -> I
     their shared memory segments, and those in `memory`.
 
     multiprocessing's resource tracker is killed only after `TRACKER_PATIENCE`, because it removes the shared memory of
-    killed processes and then ends by itself. After twice that time, give up on the processes that do not end."""
+    killed processes and then ends by itself. After twice that time, give up."""
     started, pids = time.monotonic(), left()
     segments = shared_memory(pids) | set(memory)
     while pids:

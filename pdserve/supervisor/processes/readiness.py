@@ -18,8 +18,8 @@ from pdserve.util.errors import RegistryUnavailable, error_text
 logger = logging.getLogger(__name__)
 
 MISSING = 60.0
-"""Seconds for which a live process may be missing in the registry before it counts as hung: far more than a lease (10)
-or a reconnect after an outage takes."""
+"""Seconds for which a live process may be missing in the registry before it counts as hung: far longer than a lease
+(10) or a reconnect."""
 CHECK_INTERVAL = 1.0
 """Seconds between two checks of the registry."""
 FRONTEND_CHECK_INTERVAL = 0.25
@@ -29,8 +29,8 @@ KNOWN_FRONTEND_DELAY = 0.02
 
 
 async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], interval: float, limit: float) -> float:
-    """Check every `interval` seconds until the check has failed for `limit` seconds in a row; return for how
-    many seconds it has failed. They are counted in checks, because the supervisor itself may be stopped (SIGSTOP)."""
+    """Check every `interval` seconds until the check has failed for `limit` seconds in a row; return these
+    seconds. They are counted in checks, because the supervisor itself may be stopped (SIGSTOP)."""
     failing = 0.0
     while failing < limit:
         await asyncio.sleep(interval)

