@@ -56,8 +56,8 @@ class BothWorker(DecodeWorker):
             request.resolve(OWN)
 
     async def _take_back_untaken(self) -> None:
-        """While this worker drains or its KV cache is full (`Pulling.full`), prefill locally its prompts that no worker
-        pulls. It pulls nothing then, not even its own prompts, and all other workers may be full, too."""
+        """While this worker pulls nothing (it drains, or `Pulling.full`), prefill locally those of its prompts that no
+        other worker pulls."""
         pulling = self._prompts.pulling
         while True:
             await asyncio.sleep(POLL_INTERVAL)

@@ -25,8 +25,7 @@ class LiveSettings:
         self._seen: dict[str, str] = {}
 
     def read(self, values: Mapping[str, str]) -> None:
-        """Apply what `pdserve set` wrote. A deleted key falls back to the YAML's value; an invalid value is ignored
-        with a warning."""
+        """Apply what `pdserve set` wrote. For a deleted key or an invalid value, the YAML's value applies."""
         relevant = {key: values[key] for key in _LIVE if key in values}
         if relevant == self._seen:
             return

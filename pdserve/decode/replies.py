@@ -74,8 +74,7 @@ class Frontends:
     """Connected frontends that route by this worker's prefix cache."""
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Send a message; forget a frontend that is not connected any more. A warm-up has no frontend, so nothing is
-        sent."""
+        """Send a message; forget a frontend that is not connected any more. A warm-up has none: send nothing."""
         if not frontend:
             return
         try:

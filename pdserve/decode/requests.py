@@ -258,8 +258,7 @@ class DecodeRequests:
         ]
 
     async def pause(self, interval: float) -> None:
-        """Sleep until the next tick. Without a request, first wait up to `IDLE_INTERVAL` for one, because until then
-        nothing changes."""
+        """Sleep until the next tick. Without a request, first wait up to `IDLE_INTERVAL` for one."""
         if not self._live:
             with suppress(TimeoutError):
                 async with asyncio.timeout(until_tick(IDLE_INTERVAL)):

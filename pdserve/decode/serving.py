@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RequestRunner:
-    """Each request ends with its last output, a `Failed`, or a cancellation. Then nothing of it is left in the queue or
-    in an engine."""
+    """After its last output, a `Failed` or a cancellation, nothing of a request is left in the queue or an engine."""
 
     engine: Engine
     frontends: Frontends
@@ -123,7 +122,7 @@ class RequestRunner:
         self, request: DecodeRequest, decision: Decision, done: PrefillDone | None
     ) -> Output | None:
         """Report to the frontend how the prompt gets its KV. Then send the token that the prefill worker sampled, if
-        any, without waiting for the KV: even if that is lost, the request continues after the token."""
+        any. It stands even if the KV is lost."""
         request.decision = decision
         if done is not None:
             request.cached = max(request.prefix_hit, prefix_hit(done.handle))

@@ -89,8 +89,7 @@ class Output:
     refused: str = ""
     """With `failed`: why every engine would fail the request; empty if the request is not at fault."""
     recomputed: bool = False
-    """On the first output of a request with `kv`: whether this engine computed the prompt, because its KV could not be
-    read."""
+    """On the first output of a request with `kv`: whether this engine had to compute the prompt."""
     begun: float | None = None
     """On the first output of a request: monotonic time at which the engine began to compute it; None: unknown."""
     raw: Any = None
@@ -106,8 +105,8 @@ class Step:
     unread: dict[str, str] = field(default_factory=dict)
     """Request id -> why its KV could not be read and is computed instead; once, before the request's first output."""
     released: list[str] = field(default_factory=list)
-    """`request_id` of the handles whose KV was freed: it was read, rejected, or past its KV lease. Each rank reports
-    it."""
+    """`request_id` of the handles whose KV was freed: it was read, rejected, or past its KV lease. Each
+    rank reports it."""
     unreachable: list[str] = field(default_factory=list)
     """`engine_id` of the handles whose prefill engine does not answer on its side channel."""
     complete: list[KvHandle] = field(default_factory=list)
@@ -149,8 +148,8 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        """Run the prompt for one token; keep its KV until it is read or the KV lease ends. The output has the
-        handle."""
+        """Run the prompt for one token. Keep its KV, which the output's handle names, until it is read or the KV lease
+        ends."""
 
     @abstractmethod
     def first_output(
@@ -162,8 +161,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Let the prefill engine free `kv`, which will not be read. Does not wait; no effect if the KV is freed
-        already."""
+        """Let the prefill engine free `kv`, which will not be read. Does not wait."""
 
     @abstractmethod
     async def read_ahead(self, kv: KvHandle, skip: int) -> None:
@@ -226,8 +224,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def probe(self) -> None:
-        """Ask the engine a trivial question and wait for the answer, which it gives between two steps unless it
-        hangs."""
+        """Ask the engine a trivial question and wait for the answer. An engine that hangs gives none."""
 
     @abstractmethod
     async def reach(self) -> None:

@@ -63,8 +63,7 @@ class Fingerprint:
         self._before = await asyncio.to_thread(self._state)
 
     async def after(self) -> str:
-        """The fingerprint. Raises EngineDead if the files changed since `before`, because it is unknown which version
-        the engine has read."""
+        """The fingerprint. Raises EngineDead if the files changed since `before`: either version may have been read."""
         if self._before is not None and await asyncio.to_thread(self._state) != self._before:
             raise EngineDead(f"the files of {self._model} changed while they were loaded")
         return await asyncio.to_thread(self._digest)

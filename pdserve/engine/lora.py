@@ -33,7 +33,7 @@ class AdapterEngine(ABC):
     @abstractmethod
     async def load_adapter(self, id: int, folder: str) -> None:
         """Load an adapter between two steps; loading it again has no effect. Raises ConfigError if the engine refuses
-        it: no weights, too high a rank, modules that the model does not have."""
+        it."""
 
     @abstractmethod
     async def unload_adapter(self, id: int) -> bool:

@@ -33,8 +33,7 @@ def quiet_agents(pause: int = PAUSE_MICROSECONDS) -> Iterator[None]:
     """Give NIXL agents that are created in this block a progress thread that sleeps between two polls.
 
     NIXL's Python API (1.5) always sets this pause (`pthrDelay`) to 0, so that an idle agent uses most of a core. With a
-    millisecond it uses 2 %, at the same bandwidth. In the block, the API's private name `nixlBind` is a wrapper that
-    corrects the configuration of each agent."""
+    millisecond it uses 2 %, at the same bandwidth. A wrapper in place of the API's private `nixlBind` sets it."""
     api: Any = importlib.import_module("nixl._api")
     real = api.nixlBind
 

@@ -112,7 +112,6 @@ def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
 
 
 async def unless_away(message: Awaitable[None]) -> None:
-    """Send a message; drop it while NATS is disconnected, because unacked requests are delivered again, and answers
-    whose KV was not read are repeated."""
+    """Send a message, or drop it while NATS is disconnected: prompts are delivered again, and answers repeated."""
     with suppress(QueueUnavailable):
         await message

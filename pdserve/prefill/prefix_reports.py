@@ -19,8 +19,7 @@ DECODE_WORKERS = "decode workers"
 INTERVAL = 0.25
 """Seconds between two reports, with few decode workers."""
 MAX_DELIVERIES = 100
-"""Maximum of deliveries per second of one worker's reports. Each report is delivered to all decode workers, so if these
-are many, reports are rarer."""
+"""Maximum of deliveries per second of one worker's reports, each of which goes to all decode workers."""
 IDLE_INTERVAL = 1.0
 """Seconds between two checks for prefix hits while nothing is reported."""
 WHOLE_INTERVAL = 30.0

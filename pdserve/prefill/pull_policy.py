@@ -21,8 +21,7 @@ from pdserve.queue.depth import Puller
 PULL_WAIT = 5.0
 """Maximum of seconds that a pull waits for a prompt."""
 STEPS_AHEAD = 2
-"""A worker pulls until its engine has the prompt tokens of this many steps. Other prompts stay in the queue, for other
-workers."""
+"""A worker pulls until its engine has the prompt tokens of this many steps."""
 FEW_PROMPTS = 3
 """With fewer prompts than this in the engine, the tokens of one step are enough: a pull is much faster than a step."""
 POLL_INTERVAL = 0.1

@@ -78,11 +78,11 @@ class RemotePrefill:
     timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
     def fits(self, submit: Submit, longest_prompt: int) -> bool:
-        """Whether the request's message is small enough for the queue, and its prompt for the prefill workers. A token
-        id takes 5 bytes at most."""
+        """Whether the request fits into a message of the queue, and its prompt into the prefill workers."""
         if len(submit.prompt) > longest_prompt:
             return False
         left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
+        # a token id has at most 5 bytes
         return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 
     async def prefill(self, request: DecodeRequest, why: str = "") -> PrefillDone | None:

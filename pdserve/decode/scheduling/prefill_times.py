@@ -99,8 +99,8 @@ class Estimator:
         cached: Mapping[str, int] = {},
     ) -> Estimates | None:
         """Return the costs of a new request's prefill; None without a prefill worker. `compute`: prompt tokens that are
-        not cached here; `cached`: by prefill worker, prompt tokens that are cached there. Call it once per prompt,
-        because it also measures how often prompts arrive."""
+        not cached here; `cached`: by prefill worker, prompt tokens that are cached there. Also counts the arrival: call
+        it once per prompt."""
         if not workers:
             return None
         now = self.clock()
@@ -225,8 +225,8 @@ class Estimator:
         return local, left
 
     def _queued(self, requests: Collection[DecodeRequest], prompt: int) -> float:
-        """Tokens that no prefill worker has pulled. Only the number of other decode workers' prompts is known; each
-        counts as many tokens as this worker's average prompt."""
+        """Tokens that no prefill worker has pulled. Each prompt of another decode worker, of unknown length, counts as
+        this worker's average prompt."""
         own = [
             each.remote_tokens
             for each in requests

@@ -17,8 +17,7 @@ def seed_of(tokens: Sequence[int], before: int = 0) -> int:
 
 @dataclass(frozen=True)
 class SimModel:
-    """Sizes come from vLLM's own arguments, speeds from `additional-config: {sim: {…}}`, which vLLM ignores. A cost
-    whose default is 0 counts only if it is set."""
+    """Sizes come from vLLM's own arguments, speeds from `additional-config: {sim: {…}}`, which vLLM ignores."""
 
     kv_blocks: int = 2048
     block_size: int = 16
@@ -59,8 +58,7 @@ class SimModel:
 
     def step_time(self, decoding: int, context: int, chunks: Iterable[tuple[int, int]] = ()) -> float:
         """Seconds of a step. `decoding`: number of sequences that get their next token; `context`: all tokens of these
-        sequences together; `chunks`: for each chunk of a prompt, the tokens computed before it and its own tokens.
-        Linear in the costs, so that the costs can be fitted."""
+        sequences together; `chunks`: for each chunk of a prompt, the tokens computed before it and its own tokens."""
         seconds = self.step_seconds + decoding * self.sequence_seconds + context / 1000 * self.context_seconds
         for before, tokens in chunks:
             pairs = tokens * (before + tokens / 2) / 1e6

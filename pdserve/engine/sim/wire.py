@@ -140,8 +140,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_request(body: list[bytes]) -> CoreRequest:
-    """Read the first frame; further frames hold only tensors. An empty body, as in tests, is a request with all
-    defaults. Raises ProtocolError."""
+    """Read the first frame; others hold tensors. No frame: a request with defaults. Raises ProtocolError."""
     try:
         return _request.decode(body[0]) if body else CoreRequest("", None, None, Sampling())
     except msgspec.MsgspecError as error:

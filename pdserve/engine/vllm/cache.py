@@ -20,8 +20,8 @@ _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 
 class CacheMirror(Lifetime):
-    """Enter it before the engine starts, and call `follow` after the start, before the first request. It lags behind
-    the engine by an event's delivery. A lost event makes it wrong until the block is stored or removed again."""
+    """Enter it before the engine starts; call `follow` after the start, before the first request. The mirror may be
+    wrong: it lags behind the engine, and events may get lost."""
 
     def __init__(self) -> None:
         self.prefixes = CachedPrefixes()

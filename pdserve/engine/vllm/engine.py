@@ -158,8 +158,7 @@ class VllmEngine(Engine):
             await self._call(self._core.abort_requests_async([request.engine_id for request in running]))
 
     async def step(self) -> Step:
-        """Skip reports without outputs or transfers: the engine sends a thousand a second while it waits for a
-        transfer."""
+        """Skip reports without outputs or transfers. The engine sends many while it waits for a transfer."""
         while True:
             outputs = await self._call(self._core.get_output_async())
             moved = await self._record_stats(outputs.scheduler_stats)
@@ -226,8 +225,7 @@ class VllmEngine(Engine):
         await self._process.watch()
 
     async def probe(self) -> None:
-        """Ask the core process. If the engine spans hosts, ask all ranks, because a rank that hangs would be noticed
-        only with the next request."""
+        """Ask the core or, if the engine spans hosts, all ranks, because the core does not notice a rank that hangs."""
         if self._spans_hosts:
             await self._call(self._core.collective_rpc_async("pdserve_answer"))
         else:
@@ -352,8 +350,8 @@ class VllmEngine(Engine):
         return moved or {}
 
     async def _restart(self, engine_id: str) -> None:
-        """The read stalled: compute the prompt in other blocks. The old blocks stay with the aborted request until the
-        read has ended, because it cannot be aborted and may still write into them."""
+        """The read stalled: compute the prompt in other blocks. vLLM keeps the old blocks until the read has ended,
+        because it may still write into them."""
         request = self._requests.by_engine_id(engine_id)
         if request is None:
             return

@@ -271,8 +271,7 @@ def _children_ignore_signals() -> Iterator[None]:
 
 
 def _descendants() -> set[psutil.Process]:
-    """All descendants of this process but multiprocessing's resource tracker, which cleans up shared memory after them,
-    and then ends."""
+    """All descendants of this process but multiprocessing's resource tracker, which cleans up after them."""
     tracker = getattr(resource_tracker, "_resource_tracker")._pid  # noqa: B009
     return {child for child in psutil.Process().children(recursive=True) if child.pid != tracker}
 

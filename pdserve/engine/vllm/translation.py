@@ -63,8 +63,7 @@ class RunningRequests:
         self._used: LruDict[None] = LruDict(_REMEMBERED)
 
     def add(self, request: RunningRequest) -> None:
-        """Raises ProtocolError for an id that was used before, because vLLM dies of an id that it still has. Only the
-        last `_REMEMBERED` ids are known."""
+        """Raises ProtocolError for an id that was used before, because vLLM dies of an id that it still has."""
         if request.request_id in self._used:
             raise ProtocolError(f"request {request.request_id} was given to this engine before")
         self._used[request.request_id] = None

@@ -49,8 +49,7 @@ logger = init_logger(__name__)
 READ_THREADS, WRITE_THREADS = 4, 2
 """Threads that read blocks, and that write blocks. A thread without work of its kind does the other work."""
 MAX_PENDING_WRITES = 0.5
-"""Share of host memory that blocks waiting to be written may hold, because they cannot be evicted meanwhile. Further
-blocks are not written."""
+"""Share of host memory that blocks waiting to be written may hold. Further blocks are not written."""
 MAX_WAIT = 10.0
 """Maximum of seconds that a request waits for blocks from the disk. A read that takes longer is late: until it ends,
 requests do not use the disk."""
@@ -65,8 +64,8 @@ class FilePlace:
 
 
 class BlockFile:
-    """Blocks of one size in a file without a name; the least recently used block is evicted first. The kernel frees the
-    file with the process, however that ends, and no other user can open it. Only `write` and `read` are thread-safe."""
+    """Blocks of one size in a file without a name, which the kernel frees with the process. The least recently used
+    block is evicted first. Only `write` and `read` are thread-safe."""
 
     def __init__(self, folder: Path, blocks: int, size: int) -> None:
         """Raises OSError."""
@@ -82,8 +81,7 @@ class BlockFile:
         self.disabled = False
 
     def allocate(self) -> FilePlace | None:
-        """Return a place for a block; evict another block if no place is free. None: all places are being written, or
-        the file is disabled."""
+        """Return a place for a block; evict another block if no place is free. None: no block can be evicted now."""
         if self.disabled:
             return None
         if not self._free:
@@ -145,8 +143,7 @@ class Transfer:
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]
-    """If the disk is full or broken, this tier logs it once and removes all its blocks; the engine goes on with host
-    memory."""
+    """If the disk is full or broken, this tier logs it once and removes all its blocks."""
 
     medium = Medium.STORAGE
 
