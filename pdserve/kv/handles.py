@@ -17,7 +17,7 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerpr
         raise ProtocolError(f"KV blocks of {handle.block_size} tokens do not fit blocks of {block_size}")
     if handle.fingerprint != fingerprint:
         theirs, ours = handle.fingerprint or "an unknown model", fingerprint or "an unknown model"
-        raise ProtocolError(f"KV of other weights or settings: of {theirs}, not {ours}")
+        raise ProtocolError(f"KV of other weights or settings: {theirs}, not {ours}")
     if not handle.engine_id or not handle.request_id or not handle.host:
         raise ProtocolError("a KV handle without engine, request or host")
     if handle.num_tokens != prompt_tokens:
@@ -29,7 +29,7 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerpr
     if any(block < 0 for group in handle.block_ids for block in group):
         raise ProtocolError("a negative KV block id")
     if any(len(set(group)) != len(group) for group in handle.block_ids):
-        raise ProtocolError("a KV block id twice")
+        raise ProtocolError("a KV block id that occurs twice")
 
 
 def source(handle: KvHandle) -> tuple[str, str]:

@@ -96,7 +96,8 @@ class PromptRunner:
                 await self._answers.empty()
         except TimeoutError:
             logger.warning(
-                "the drain timed out: %d prompts still run; KV of others may be unread", len(self._running)
+                "the drain timed out: %d prompts still run; KV of finished ones may be unread",
+                len(self._running),
             )
 
     async def engine_died(self, death: EngineDead) -> None:

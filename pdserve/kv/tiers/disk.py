@@ -229,7 +229,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
             is_whole = len(done) == len(job.keys if job.is_promotion else transfers)
             self._finished.append(JobResult(number, is_whole, done, seconds))
         if self._error and not self.file.disabled:
-            logger.warning("KV is no longer kept on disk, the engine goes on without: %s", self._error)
+            logger.warning("KV is no longer kept on disk: %s", self._error)
             self.file.disable()
         finished, self._finished = self._finished, []
         return finished
@@ -337,7 +337,7 @@ class DiskSpec(TieringOffloadingSpec):  # type: ignore[misc]
             try:
                 file = BlockFile(Path(self.extra_config[FOLDER]), self.disk_blocks, self.kv_bytes_per_chunk)
             except OSError as error:
-                logger.warning("KV is not kept on disk, the engine goes on without: %s", error)
+                logger.warning("KV is not kept on disk: %s", error)
                 self._manager = host
             else:
                 self._manager = TieredManager(host, DiskTier(self, host.get_kv_memoryview(), file))
