@@ -21,8 +21,8 @@ from pdserve.contract.records import Instance, Role
 from pdserve.contract.reports import ProcessReport, Receipt
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.certificate_reload import RenewedCertificate
-from pdserve.frontend.edge.connections import LINGER, ClientConnection, ClientConnections
-from pdserve.frontend.edge.sockets import accept_all, bind
+from pdserve.frontend.edge.connections import FIRST_REQUEST_WITHIN, ClientConnection, ClientConnections
+from pdserve.frontend.edge.sockets import accept_all, bind, ignore_new_clients
 from pdserve.frontend.keys.auth import KeySource
 from pdserve.frontend.keys.origins import CrossOrigin
 from pdserve.frontend.model import ModelContext
@@ -51,6 +51,8 @@ OTHER_FILES = 256
 """File descriptors kept for workers, etcd and logs."""
 EXHAUSTED = 1.0
 """Seconds without accepting after file descriptors or memory ran out."""
+HANDSHAKE_WITHIN = 0.2
+"""Seconds for which a stopping server still accepts connections whose TCP handshake had begun: some round trips."""
 KEEP_ALIVE = 125
 """Seconds that an idle connection stays open: longer than in clients (httpx 5) and reverse proxies (nginx 60, Traefik
 90, Caddy 120), because a server that closes first loses a request that was just sent."""
@@ -232,13 +234,17 @@ class QuietServer(uvicorn.Server):
                 asyncio.get_running_loop().add_reader(sock, self._accept)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """First accept the connections that wait in the kernel, because closing the socket would reset them."""
+        """First accept the connections that the kernel has, because closing the socket would reset them: those that
+        wait in its queue, and those in the handshake."""
+        for sock in self._listening:
+            ignore_new_clients(sock)
+        await asyncio.sleep(HANDSHAKE_WITHIN)
         self._accept()
         for sock in self._listening:
             asyncio.get_running_loop().remove_reader(sock)
             sock.close()
         async with self._accepting:
-            await self._accepting.settle(LINGER)
+            await self._accepting.settle(FIRST_REQUEST_WITHIN)
         await super().shutdown(sockets)
 
     def _accept(self) -> None:

@@ -70,8 +70,8 @@ class ClientConnection(HttpToolsProtocol):
         self._owner = owner
         self._head_since: float | None = None
         """monotonic start of the wait for a request's head; None if not waiting"""
-        self._fields = 0
-        """header fields of the head so far; -1 once it is complete"""
+        self._fields = -1
+        """header fields of the head so far; -1 if no head has begun"""
         self._moved = False
         self._unmoved = 0
         """bytes received since the parser last reported anything"""
@@ -115,8 +115,9 @@ class ClientConnection(HttpToolsProtocol):
         sock = None if self.transport.is_closing() else self.transport.get_extra_info("socket")
         if sock is None or not self._idle():
             return
+        # the event loop was late, and calls its timers before it reads
         unread = any(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4)))
-        if self._last and unread:  # the event loop was late, and calls its timers before it reads
+        if self._last and (unread or self._fields >= 0):
             self.loop.call_later(LINGER, self._close_if_idle)
         else:
             self.transport.close()

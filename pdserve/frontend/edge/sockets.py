@@ -1,15 +1,21 @@
 """Bind and accept on the port that all frontends of this machine share (SO_REUSEPORT)."""
 
+import ctypes
 import errno
 import os
 import socket
+import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import psutil
 
 from pdserve.util.errors import ConfigError
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+SYN, ACK = 0x02, 0x10
+"""Flags of TCP packets."""
+_SO_ATTACH_FILTER = 26
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -43,6 +49,28 @@ def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
         except OSError as error:  # BlockingIOError (no connection waits), or the client has left
             if error.errno in _EXHAUSTED:
                 raise
+
+
+def ignore_new_clients(sock: socket.socket) -> None:
+    """Let the kernel drop new connections to a listening socket, but complete those whose handshake has begun. A client
+    whose SYN is dropped repeats it after a second; if the socket is closed by then, a sibling gets it."""
+    with suppress(OSError):  # gVisor's kernel cannot do this
+        drop_packets(sock, SYN)
+
+
+def drop_packets(sock: socket.socket, flags: int) -> None:
+    """Drop packets to a TCP socket that have exactly these of the flags SYN and ACK, by a classic BPF program."""
+    program = struct.pack(
+        "=" + 5 * "HBBI",
+        *(0x30, 0, 0, 13),  # load the byte of the TCP header that has the flags
+        *(0x54, 0, 0, SYN | ACK),  # and it with this mask
+        *(0x15, 0, 1, flags),  # skip an instruction if they are others
+        *(0x06, 0, 0, 0),  # drop the packet
+        *(0x06, 0, 0, 0xFFFFFFFF),  # pass the packet
+    )
+    place = ctypes.create_string_buffer(program)
+    option = struct.pack("HP", len(program) // 8, ctypes.addressof(place))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
 
 
 def _other_listeners(port: int) -> str:

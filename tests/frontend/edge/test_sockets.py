@@ -1,23 +1,23 @@
 """The listening socket, and clients that do not read or do not write, with and without TLS, on real sockets."""
 
 import asyncio
+import errno
 import json
+import select
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
-from ssl import SSLContext
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
 
 import pytest
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pdserve.frontend.edge import connections
 from pdserve.frontend.edge.certificate_reload import RenewedCertificate
-from pdserve.frontend.edge.connections import LINGER, RESET_WITHIN, ClientConnections
-from pdserve.frontend.edge.sockets import bind
-from pdserve.frontend.server import QuietServer, http_config
+from pdserve.frontend.edge.connections import RESET_WITHIN, ClientConnections
+from pdserve.frontend.edge.sockets import accept_all, bind, ignore_new_clients
 from pdserve.security.certificate import ServerCertificate
 from pdserve.util.errors import ConfigError
 from tests.conditions import until
@@ -25,6 +25,8 @@ from tests.frontend.conftest import Graph, address_of, in_session, serve, trusti
 from tests.frontend.test_generate import completion
 
 Address = tuple[str, int]
+
+SO_DETACH_FILTER = 27
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: %b\r\n"
@@ -72,6 +74,31 @@ def test_an_ipv6_address_is_listened_on() -> None:
 def test_a_bound_port_gets_no_connections_yet() -> None:
     with bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
         socket.create_connection(sock.getsockname())
+
+
+def connecting(address: Address) -> socket.socket:
+    sock = socket.socket()
+    sock.setblocking(False)
+    assert sock.connect_ex(address) == errno.EINPROGRESS
+    return sock
+
+
+def test_clients_that_a_socket_ignores_reach_its_sibling_once_it_is_closed() -> None:
+    """The kernel would reset connections that only the closed socket has."""
+    with ExitStack() as stack:
+        one = stack.enter_context(bind("127.0.0.1", 0))
+        other = stack.enter_context(bind(*one.getsockname()))
+        for sock in (one, other):
+            sock.listen()
+        ignore_new_clients(one)
+        clients = [stack.enter_context(connecting(one.getsockname())) for _ in range(16)]
+        one.close()
+        for client in clients:
+            assert select.select([], [client], [], 10)[1]
+            assert client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+        for connection in (accepted := list(accept_all([other]))):
+            stack.enter_context(connection)
+        assert len(accepted) == len(clients)
 
 
 async def silent(scope: Scope, receive: Receive, send: Send) -> None: ...
@@ -274,111 +301,6 @@ async def test_a_slow_body_does_not_count_as_a_slow_head(graph: Graph) -> None:
             writer.write(body[byte : byte + 10])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
-
-
-@asynccontextmanager
-async def shutting_down(
-    app: ASGIApp, certificate: ServerCertificate | None
-) -> AsyncIterator[tuple[tuple[str, int], SSLContext | None, Callable[[], Awaitable[None]]]]:
-    """Serve the app. Yields the address, a client's TLS context, and a function that begins the shutdown and waits
-    until the server has stopped listening. On leaving, the server must end within 5 s."""
-    connections = ClientConnections(30.0, 30.0)
-    with bind("127.0.0.1", 0) as sock:
-        renewed, tls = (
-            (RenewedCertificate(certificate), trusting(certificate)) if certificate else (None, None)
-        )
-        http = QuietServer(http_config(app, connections, 5.0), connections, renewed)
-        serving = asyncio.create_task(http.serve(sockets=[sock]))
-        await until(lambda: http.started)
-
-        async def shut_down() -> None:
-            connections.draining = http.should_exit = True
-            await until(lambda: sock.fileno() < 0)
-
-        yield sock.getsockname(), tls, shut_down
-        await asyncio.wait_for(serving, 5)
-
-
-@in_session
-async def test_open_connections_are_answered_during_shutdown(either: ServerCertificate | None) -> None:
-    """One connection is not accepted yet, one is idle, one has a running request."""
-    working, release = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        working.set()
-        await release.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    async def get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        answer = await reader.read()
-        writer.close()
-        return answer
-
-    async with shutting_down(app, either) as (address, tls, shut_down):
-        at_work = asyncio.create_task(get(*await asyncio.open_connection(*address, ssl=tls)))
-        await working.wait()
-        idle = await asyncio.open_connection(*address, ssl=tls)
-        fresh = socket.create_connection(address)
-        await shut_down()
-        late = await asyncio.open_connection(
-            sock=fresh, ssl=tls, server_hostname="localhost" if tls else None
-        )
-        await asyncio.sleep(2 * LINGER)  # a busy client takes so long to send its request
-        asking = [asyncio.create_task(get(*each)) for each in (idle, late)]
-        await asyncio.sleep(0)
-        release.set()
-        for answer in await asyncio.gather(at_work, *asking):
-            assert answer.startswith(b"HTTP/1.1 200")
-            assert answer.endswith(b"ok")
-
-
-@in_session
-async def test_a_kept_connection_is_answered_once_more_after_the_response_of_the_shutdown(
-    either: ServerCertificate | None,
-) -> None:
-    """The response has begun before the shutdown, so its head tells the client to keep the connection."""
-    started, release = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        started.set()
-        await release.wait()
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    async def answer() -> tuple[bytes, bytes]:
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        head = await reader.readuntil(b"\r\n\r\n")
-        return head, await reader.readexactly(2)
-
-    async with shutting_down(app, either) as (address, tls, shut_down):
-        reader, writer = await asyncio.open_connection(*address, ssl=tls)
-        first = asyncio.create_task(answer())
-        await started.wait()
-        await shut_down()
-        release.set()
-        head, body = await first
-        assert (b"connection: close" in head, body) == (False, b"ok")
-        head, body = await answer()
-        assert (b"connection: close" in head, body) == (True, b"ok")
-        assert await reader.read() == b""
-        writer.close()
-
-
-@in_session
-async def test_a_late_event_loop_reads_a_request_before_it_closes_an_idle_connection(graph: Graph) -> None:
-    connections = ClientConnections(30.0, 30.0)
-    async with server(graph, None, connections) as address:
-        with socket.create_connection(address) as client:
-            await until(lambda: bool(connections.open))
-            (connection,) = connections.open
-            connection.shutdown()
-            client.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
-            time.sleep(2 * LINGER)  # noqa: ASYNC251  # the connection is due to close before the loop reads
-            answer = await asyncio.to_thread(client.recv, 4096)
-    assert answer.startswith(b"HTTP/1.1 200")
-    assert b"connection: close" in answer
 
 
 @asynccontextmanager
