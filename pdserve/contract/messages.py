@@ -169,9 +169,9 @@ class PrefixesChanged(Struct, frozen=True, tag=True):
     """KV blocks that entered and left the worker's prefix cache, by the names of `prefixes.py`. Sent to frontends that
     follow it, a few times a second at most."""
 
-    block_size: int
+    block_size: Annotated[int, Meta(ge=1, le=1 << 20)]
     """tokens"""
-    stride: int
+    stride: Annotated[int, Meta(ge=1)]
     """every `stride`th block of a prompt is reported"""
     stored: list[bytes]
     removed: list[bytes]

@@ -3,9 +3,16 @@ from hashlib import blake2b
 import pytest
 
 from pdserve.contract import prefixes
-from pdserve.contract.messages import PrefixesChanged
+from pdserve.contract.messages import (
+    PrefillPrefixes,
+    PrefixesChanged,
+    decode_prefill_prefixes,
+    decode_to_frontend,
+    encode,
+)
 from pdserve.contract.prefix_index import PrefixIndex
 from pdserve.contract.prefixes import PromptNames, block_names, root_name
+from pdserve.util.errors import ProtocolError
 
 PROMPT = list(range(100))
 
@@ -115,3 +122,13 @@ def test_a_forgotten_worker_has_no_entries() -> None:
     found.forget("empty")
     assert len(found) == 0
     assert found._holders == {}
+
+
+@pytest.mark.parametrize(("size", "stride"), [(0, 1), (-16, 1), (1 << 62, 1), (16, 0)])
+def test_a_report_of_impossible_blocks_is_refused(size: int, stride: int) -> None:
+    """In the index it would be an error for each prompt."""
+    report = PrefixesChanged(size, stride, [b"12345678"], [], whole=True)
+    with pytest.raises(ProtocolError):
+        decode_to_frontend(encode(report))
+    with pytest.raises(ProtocolError):
+        decode_prefill_prefixes(encode(PrefillPrefixes("prefill-0", report)))
