@@ -27,7 +27,7 @@ VARIABLES = {
 _ADDED = ("Graph", "Security")
 """Sections that a variable adds to a file without them. Any other section would start processes."""
 _PATHS = ("_DIR", "_BATCHES", "_FOLDER", "_CREDENTIALS", "_TLS_CERTIFICATE", "_TLS_KEY")
-"""Ends of the names of variables with a path, relative to the working directory."""
+"""Endings of variables that hold a path. A relative path counts from the working directory."""
 _SERVICE_LINK = "tcp://"
 """For a Service named pdserve-frontend, Kubernetes sets PDSERVE_FRONTEND_PORT=tcp://... in pods."""
 

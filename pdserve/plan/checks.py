@@ -43,7 +43,7 @@ def problems(
     model: ModelFacts | None,
     env: Mapping[str, str],
 ) -> Iterator[str]:
-    """Run all checks but those of `supervisor/preflight.py`, such as busy ports."""
+    """Run all checks but those of ports, disk and state directory (`supervisor/preflight.py`)."""
     real = [worker for worker in workers if worker.config.engine == "vllm"]
     if not machine.imagined:
         if real or frontends:
@@ -135,7 +135,7 @@ def _files_of_arguments(config: Config) -> Iterator[str]:
         value = str(args.get(name) or "")
         inline = name == "chat-template" and set(value) & set("{}\n")
         if value and not inline and not Path(value).is_file():
-            yield f"{config.path}: {name} {value} is no file on this machine: copy it there or correct {name}."
+            yield f"{config.path}: {name} {value} is no file on this machine: copy it here or correct {name}."
 
 
 def _weights(config: Config, model: ModelFacts | None, workers: Sequence[PlannedWorker]) -> Iterator[str]:

@@ -79,7 +79,7 @@ class Machine:
     shared: int | None = None
     """total bytes of /dev/shm; None: there is none"""
     own_network: bool = False
-    """in a container with a network of its own, whose published ports do not reach loopback addresses"""
+    """this is a container with its own network, whose published ports do not reach loopback addresses"""
     half_is_slow: bool = False
     """bfloat16 and float16 are slow, because oneDNN needs AVX-512 for them on x86"""
 

@@ -35,7 +35,7 @@ def render(plan: Plan, *, explain: bool = False) -> RenderableType:
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """Return plain data. Sizes are in bytes of one rank."""
+    """Return plain data. Sizes are in bytes; those in `memory` are of one rank."""
     config = plan.config
     return {
         "file": str(config.path),

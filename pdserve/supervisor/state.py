@@ -46,7 +46,7 @@ class GraphRecord(msgspec.Struct, frozen=True):
     credentials: str = ""
     """Folder; empty without any."""
     down: dict[str, str] = {}
-    """By embedded server (`nats`, `etcd`): how it ended; empty once it is ready again."""
+    """Embedded server (`nats`, `etcd`) -> how it ended; empty once it is ready again."""
     began: int = 0
     """Start time of the supervisor, since its pid may be another process's after a power cut; 0: unknown."""
 

@@ -39,7 +39,7 @@ class Argument(msgspec.Struct, frozen=True):
     default: object = None
     """None also if the default is an object"""
     names: tuple[str, ...] = ()
-    """of an argument that chooses a parser: vLLM's own parsers; a plugin may add others"""
+    """vLLM's own parsers, if the argument chooses one; a plugin may add others"""
 
 
 class _ArgumentFile(msgspec.Struct):
@@ -68,7 +68,7 @@ _REFUSED = {
     "config": "would read a second file of arguments; write them here instead.",
     "host": "belongs in Frontend (where clients connect) or in Graph (where the other workers connect).",
     "port": "belongs in Frontend; workers choose their own ports.",
-    "api-server-count": "is Frontend.ServiceArgs.workers in pdserve; remove it.",
+    "api-server-count": "is Frontend.ServiceArgs.workers in pdserve; set that.",
     "served-model-name": "belongs in Frontend, because every worker of a graph serves the same name.",
     "kv-events-config": "is set by pdserve, which finds prefix hits with it; remove it.",
     "kv-offloading-size": "is kv-offload in pdserve, as in kv-offload: 32GiB; set that.",

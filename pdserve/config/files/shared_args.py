@@ -92,7 +92,7 @@ def compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -
 
 
 def follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
-    """Copy the arguments that change responses from decode workers, for which prefill workers may stand in."""
+    """Give prefill workers, which may stand in, the decode workers' arguments that change responses."""
     for name in sorted(RESPONSE_ARGUMENTS & (decode.keys() | prefill.keys())):
         if name not in prefill:
             prefill[name] = decode[name]
