@@ -119,7 +119,10 @@ def _graph_on(state_dir: Path, file: Path | None = None) -> GraphAddress:
         if file is None:
             which = "say which one with -f FILE or --etcd HOST:PORT"
             raise NoGraph(f"no graph runs on {state_dir}: {start}, or {which}.")
-        which = "name the etcd of one: Graph.etcd, --etcd, or PDSERVE_ETCD (systemd's: `set -a; . /etc/pdserve/env`)"
+        which = (
+            "name the etcd of a running graph: Graph.etcd, --etcd, or PDSERVE_ETCD (under systemd: "
+            "`set -a; . /etc/pdserve/env`)"
+        )
         raise NoGraph(f"{file} names no etcd, and no graph runs on {state_dir}: {start}, or {which}.")
     return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials(), state_dir)
 

@@ -189,7 +189,7 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     port: Port = 8000
     """port of the OpenAI API"""
     header_timeout: Seconds = 30.0
-    """seconds; a connection without a complete request head by then is closed"""
+    """seconds; a connection that sends no complete request head in this time is closed"""
     write_timeout: Seconds = 30.0
     """seconds; a request is ended if its client reads nothing for this long"""
     max_connections: OneOrMore = 8192

@@ -43,12 +43,13 @@ def running_graph(config: Config) -> tuple[set[int], str]:
         folder = next(path for path in (config.state_dir, *config.state_dir.parents) if path.exists())
         if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
             return set(), ""
-        return set(), f"The state directory {config.state_dir} cannot be written (Graph: state-dir)."
+        advice = "set another Graph.state-dir."
+        return set(), f"The state directory {config.state_dir} cannot be written: {advice}"
     if graph.config == str(config.path.resolve()):
         return process_tree(graph.pid), ""
     return process_tree(graph.pid), (
         f"Another graph runs on {config.state_dir} (of {graph.config}, pid {graph.pid}): stop it, or give this one a "
-        "folder of its own (Graph: state-dir)."
+        "Graph.state-dir of its own."
     )
 
 

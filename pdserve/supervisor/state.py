@@ -182,7 +182,7 @@ def _wait_for_lock(state_dir: Path) -> int:
             raise ConfigError(
                 [
                     f"Another graph runs on {state_dir} (pid {pid or 'unknown'}): stop it, or give this one a "
-                    "folder of its own (Graph: state-dir)."
+                    "Graph.state-dir of its own."
                 ]
             )
         if not warned:
@@ -273,8 +273,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _unusable(state_dir: Path, error: OSError) -> ConfigError:
+    why = error.strerror or error
     return ConfigError(
-        [f"The state directory {state_dir} cannot be written: {error.strerror or error} (Graph: state-dir)."]
+        [f"The state directory {state_dir} cannot be written: {why}. Set another Graph.state-dir."]
     )
 
 

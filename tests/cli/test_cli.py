@@ -256,7 +256,7 @@ def test_a_file_without_addresses_does_not_say_which_graph_is_meant(
     missing = pdserve("status", "-f", file)
     assert (missing.returncode, missing.stdout) == (1, "")
     assert f"{file} names no etcd, and no graph runs on {tmp_path / 'state'}" in missing.stderr
-    assert "PDSERVE_ETCD (systemd's: `set -a; . /etc/pdserve/env`)" in missing.stderr
+    assert "PDSERVE_ETCD (under systemd: `set -a; . /etc/pdserve/env`)" in missing.stderr
     assert "say which one" not in missing.stderr
     monkeypatch.setenv("PDSERVE_ETCD", "127.0.0.1:1")
     monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 0.5)

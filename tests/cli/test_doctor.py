@@ -221,7 +221,10 @@ def test_a_state_directory_that_cannot_be_used_fails(tmp_path: Path) -> None:
     plan = plan_of(graph(tmp_path))
     (tmp_path / "state").write_text("a file")
     (unusable,) = refusals(plan)
-    assert unusable == f"The state directory {tmp_path / 'state'} cannot be written (Graph: state-dir)."
+    assert (
+        unusable
+        == f"The state directory {tmp_path / 'state'} cannot be written: set another Graph.state-dir."
+    )
 
 
 def test_busy_ports_fail_except_those_of_this_graph(tmp_path: Path) -> None:
