@@ -86,7 +86,6 @@ class FoundKeys:
 
 
 def requires_key(security: SecuritySection, env: Mapping[str, str]) -> bool:
-    """Whether the API requires a key."""
     return security.api_keys is not None or bool(env.get(KEYS_VARIABLE))
 
 

@@ -358,7 +358,6 @@ def _resolved(graph: GraphSection, env: Mapping[str, str], findings: Findings) -
     """Return the Graph section with an absolute state directory, and the trace collector of the environment."""
 
     def checked(variable: str, check: Callable[[str], str]) -> str | None:
-        """Return the variable's checked value; None if it is empty or not set."""
         try:
             return check(env[variable]) if env.get(variable) else None
         except ValueError as error:

@@ -74,7 +74,6 @@ class SectionRead(Generic[S]):
     values: S
     """with defaults for keys that are missing or have a problem"""
     own: Mapping[str, Entry]
-    """the section's own keys"""
     args: dict[str, Entry]
     """vLLM arguments by canonical name, with their values as vLLM parses them"""
 

@@ -194,7 +194,7 @@ def _block_size(worker: PlannedWorker) -> Iterator[str]:
 
 
 def _offload(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
-    """Refuse what fails in vLLM 0.32 (stages count host blocks separately: vllm#50653) or is untested."""
+    """Refuse what fails in vLLM 0.32 (vllm#50653) or is untested."""
     config, role = worker.config, worker.slot.role.value
     unsupported = {
         "engine: sim": config.engine == "sim",

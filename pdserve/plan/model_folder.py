@@ -22,7 +22,7 @@ _ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_atten
 _STATE_KEY = re.compile("mamba_|ssm_|linear_(attn|conv|key|num)|conv_L_cache$|hybrid_override_pattern$")
 """Matches config keys of models whose layers (some or all) have a state of fixed size instead of KV."""
 _STATE_KIND = re.compile("mamba|linear|conv|recurrent|ssm|delta|rwkv|lightning", re.IGNORECASE)
-"""Matches the kinds of such layers."""
+"""Matches names of such layers."""
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _ALTERNATING = {"gemma2", "gemma3_text", "gpt_oss"}
 """Architectures that mix layers with and without a sliding window, which older configs do not say."""
@@ -58,9 +58,8 @@ class ModelFacts:
     odd_layers: tuple[str, ...] = ()
     """kinds of layers whose KV has an unusual size, or that have no KV"""
     window: int = 0
-    """tokens of the layers' sliding window; 0: no layer has one that is shorter than the longest prompt"""
+    """tokens of the layers' sliding window; 0: none, or none that is shorter than the longest prompt"""
     only_windows: bool = False
-    """all layers have a sliding window"""
     experts: int = 0
     """of each mixture-of-experts layer"""
     expert_intermediate: int = 0

@@ -108,7 +108,6 @@ def _with_defaults(config: Config, machine: Machine, model: ModelFacts | None) -
 
 
 def _scale_memory(worker: W) -> W:
-    """Scale gpu-memory-utilization to the worker's share of its GPU."""
     if worker.share == 1:
         return worker
     memory = round(GPU_UTILIZATION * worker.share, 3)

@@ -50,7 +50,6 @@ def worker_config(config: Config, slot: Slot) -> WorkerConfig:
 
 
 def disk_folder(config: Config, worker: WorkerConfig) -> Path:
-    """Return the folder of a worker's KV on disk."""
     return worker.kv_offload_folder or config.state_dir
 
 

@@ -22,13 +22,12 @@ logger = logging.getLogger(__name__)
 FILE_LIMIT = 64 << 20
 """Bytes of a log file; then it is renamed to `<name>.log.1`, and a new one begins."""
 UNREAD = 10_000
-"""Lines in the queue to the terminal, at most."""
+"""Maximum of lines in the queue to the terminal."""
 FLUSH_TIMEOUT = 1.0
 """Seconds to write the queued lines at the end."""
 
 _COLOURS = {"frontend": 36, "decode": 32, "both": 32, "prefill": 35, "nats": 34, "etcd": 34}
 _LEVEL_COLOURS = {"W": "33", "E": "1;31", "C": "1;31"}
-"""ANSI codes by level."""
 
 
 class ProcessOutput:
@@ -82,7 +81,6 @@ class ProcessOutput:
 
 
 def _coloured(line: LogLine) -> str:
-    """A line with the process in the colour of its role, and the message in the colour of its level."""
     colour, level = _COLOURS.get(line.name.split("-")[0], 1), _LEVEL_COLOURS.get(line.level)
     message = f"\x1b[{level}m{line.message}\x1b[0m" if level else line.message
     return f"\x1b[2m{line.time[11:19]}\x1b[0m \x1b[{colour}m{line.name:<10}\x1b[0m {message}"

@@ -47,8 +47,7 @@ class SupervisedRole(SupervisedProcess):
     drains_within: float
     instance: Instance | None = None
     _instance_id: str = ""
-    _sockets: str = ""
-    """Folder for the sockets of the engine."""
+    _sockets_folder: str = ""
 
     @property
     def name(self) -> str:
@@ -70,13 +69,13 @@ class SupervisedRole(SupervisedProcess):
     def spawn(self) -> Child:
         boot = new_boot()
         self._remove_sockets()
-        self._sockets = make_sockets_folder(self.spec.env.get(SOCKETS_VARIABLE, ""))
+        self._sockets_folder = make_sockets_folder(self.spec.env.get(SOCKETS_VARIABLE, ""))
         self.instance, self._instance_id = None, instance_id(self.name, boot)
         return Child(
             self.name,
             self.spec.command,
             self.on_line,
-            env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS_VARIABLE: self._sockets},
+            env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS_VARIABLE: self._sockets_folder},
             guardian=self.guardian,
             wave=self.wave,
             # Then the guardian stops the role in its wave. Without a guardian, the role ends by itself.
@@ -91,7 +90,7 @@ class SupervisedRole(SupervisedProcess):
         return f"its process {child.pid} runs, but has been missing in etcd for {seconds:g} s"
 
     def _remove_sockets(self) -> None:
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        shutil.rmtree(self._sockets_folder, ignore_errors=True)
 
     async def ended(self, exit_: Exit) -> None:
         self._remove_sockets()

@@ -125,7 +125,7 @@ class StateFolder:
             _write(self.path / name, data)
 
     async def keep_restored(self) -> None:
-        """Call `restore` again and again; never returns. Log each new problem once."""
+        """Call `restore` again and again; never returns. Log each new problem."""
         while True:
             await asyncio.sleep(RESTORE_INTERVAL)
             problem = ""

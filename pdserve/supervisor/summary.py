@@ -25,7 +25,6 @@ _PROMPT = "Why is the sky blue? Answer in one sentence."
 def summary(
     config: Config, instances: Sequence[Instance], seconds: float, log_dir: Path, live: Mapping[str, str]
 ) -> str:
-    """`live`: the live settings."""
     lines = [f"Ready after {seconds:.0f} s: {config.served_model_name} ({config.model})"]
     lines += [f"  {name:<10} {fact}" for name, fact in _facts(config, instances, log_dir, live)]
     if config.frontend:

@@ -16,7 +16,7 @@ from pdserve.plan.plan import Plan
 from pdserve.util.errors import ProtocolError, error_text
 
 CONNECT_TIMEOUT = 3.0
-"""Seconds. All ports are tried at the same time."""
+"""Seconds."""
 MEASURE_TIMEOUT = 30.0
 """Seconds for the measurement of a host, most of them for imports."""
 MAX_MEASURED = 8

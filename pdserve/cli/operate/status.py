@@ -78,7 +78,6 @@ def status(
 
 
 async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
-    """Return the exit code. Raises NoGraph."""
     async with view_of(graph) as view:
         if watch:
             await _watch(view, graph, as_json or not sys.stdout.isatty())
@@ -106,7 +105,6 @@ async def _watch(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
 
 
 async def _states(view: GraphView, graph: GraphAddress) -> AsyncIterator[GraphState]:
-    """Yield a state each `REFRESH_INTERVAL` seconds, without end."""
     own = OutageTracker()
     own.add("etcd", graph.etcd, view.connected)
     while True:

@@ -24,7 +24,7 @@ from pdserve.observe.tables import show, table
 from pdserve.util.program import pdserve_command
 
 _MIN_ID = 6
-"""Fewest characters of an id that find a request."""
+"""Minimum length of an id or its beginning."""
 
 
 def trace(

@@ -51,7 +51,6 @@ def doctor(
 
 
 async def _report(plan: Plan) -> int:
-    """Print each finding at once; return the exit code."""
     failed = False
     async for finding in checks(plan):
         failed |= finding.grade == "fail"

@@ -35,7 +35,7 @@ _FROM_TERMINAL = 0x80
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Environment variable of vLLM: the folder for its sockets."""
 _MAX_FOLDER = 107 - len("/pdserve-12345678/123e4567-e89b-12d3-a456-426614174000")
-"""Bytes of the parent folder's path, at most: the path of a socket has 107 at most."""
+"""Maximum of bytes of the parent folder's path. The path of a socket has at most 107."""
 
 
 def run_alone(role: Callable[[Callable[[bytes], None]], int]) -> int:

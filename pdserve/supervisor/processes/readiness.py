@@ -52,7 +52,6 @@ class RegisteredInstances:
         self._patience = MISSING + leaving
 
     async def until_registered(self, instance_id: str, pid: int) -> Instance:
-        """Wait until this instance is registered by the process `pid`."""
         async for _ in self.view.changes():
             for instance in self.view.instances():
                 if instance.id == instance_id and instance.pid == pid:

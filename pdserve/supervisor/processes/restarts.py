@@ -49,9 +49,7 @@ class RestartPolicy:
 @dataclass(frozen=True)
 class PastRun:
     seconds: float
-    """From its start to its end."""
     ready: bool
-    """Whether it became ready."""
     exit: Exit
 
 

@@ -152,7 +152,6 @@ class EmbeddedServer(SupervisedProcess):
         return child
 
     async def stop(self) -> None:
-        """Stop the server, if it runs."""
         child, self.child = self.child, None
         if child:
             await child.stop(SERVERS_PATIENCE)
