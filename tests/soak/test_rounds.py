@@ -28,7 +28,7 @@ SAMPLES = 20
 
 
 def series(**growth: float) -> list[UsageSnapshot]:
-    """Return samples in which counts of `frontend-0` rise from one to the next, each by its value in `growth`."""
+    """Return samples. From one to the next, each count of `frontend-0` rises by its value in `growth`."""
     return [
         {
             "frontend-0": replace(
@@ -61,7 +61,7 @@ def test_growth_in_the_first_rounds_and_a_single_peak_are_no_leaks() -> None:
     assert SoakRounds([*early, *samples[5:-1], peak]).problems == []
 
 
-def test_data_that_servers_keep_and_lost_processes_are_seen() -> None:
+def test_growth_of_stored_data_and_lost_processes_are_problems() -> None:
     samples = series()
     kept: list[UsageSnapshot] = [
         {**sample, "etcd": replace(ETCD, kept=11 + n)} for n, sample in enumerate(samples)
@@ -132,9 +132,8 @@ found = asyncio.run(rounds.soak_rounds(form, 0.001, None, 1.0, 1, folder))
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_round_of_each_form(form: str, tmp_path: Path) -> None:
-    """Runs in its own process, because gRPC's threads, which connect to etcd, stay in the network of the test that
-    started them."""
+def test_a_round_of_each_form_has_no_problems(form: str, tmp_path: Path) -> None:
+    """A round has its own process, because gRPC's threads stay in the network namespace in which they started."""
     if form == "pods":
         with hosts(tmp_path / "try"):
             pass  # skips the test where hosts are not permitted

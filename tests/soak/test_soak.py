@@ -200,8 +200,8 @@ async def test_requests_of_every_shape_leave_nothing_behind(graph: StartedGraph,
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 async def test_greedy_clients_do_not_starve_another(tmp_path: Path) -> None:
-    """The greedy clients send many long prompts, or ask for a large `n` or for streams, some of which they do not read.
-    Each greedy response takes half a minute, and the canary waits for none. The graph has real engines."""
+    """Greedy clients send many long prompts, a large `n`, or requests whose responses they do not read. Each response
+    takes half a minute. The canary waits for none."""
     kinds = ["unread", "many", "streams", "prompts"]
     report = await attack.attacked(REAL, tmp_path, kinds, 20.0, print, beyond=10.0)
     assert not [finding.what for finding in report.findings]

@@ -1,9 +1,4 @@
-"""The candidates of a comparison, from the user's file and the machine. Pure.
-
-Aggregated: one vLLM engine with all of the hardware, at several `max-num-batched-tokens`; and as many of the file's
-engines as fit, behind pdserve's frontend. Disaggregated, with the file's policy: the file's own split, on GPUs up to
-two splits with unequal tensor-parallel sizes, and every other split of the same hardware.
-"""
+"""The candidates of a comparison, from the user's file and the machine. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +30,7 @@ BATCHES: Mapping[HardwareKind, tuple[int, ...]] = {
     HardwareKind.GPU: (512, 2048, 8192),
     HardwareKind.SIM: (128, 512, 2048),
 }
-"""Tried max-num-batched-tokens: small ones keep gaps short, large ones prefill faster; 0: vLLM's default."""
+"""Values of max-num-batched-tokens to try. Small ones keep gaps short, large ones prefill faster. 0: vLLM's default."""
 W = TypeVar("W", bound=WorkerConfig)
 
 
@@ -47,10 +42,10 @@ class Hardware:
     units: int
     """GPUs, CPU threads, or simulated workers."""
     prefill_width: int = 1
-    """How many of `slots` a prefill worker takes."""
+    """How many of `places` a prefill worker takes."""
     decode_width: int = 1
-    slots: int = 0
-    """What a split divides: GPUs, or workers if they share a CPU or are simulated."""
+    places: int = 0
+    """What a split divides: GPUs. On a CPU or simulated: workers."""
 
     def __str__(self) -> str:
         noun = {"gpu": "GPU", "cpu": "CPU thread", "sim": "simulated worker"}[self.kind]
@@ -84,9 +79,9 @@ def hardware(config: Config, machine: Machine) -> Hardware:
         raise ConfigError([f"{config.path}: workers share GPUs (gpu-ids): give each its own to compare."])
     kind, count = kinds.pop(), sum(worker.count for worker in workers)
     if kind is HardwareKind.SIM:
-        return Hardware(kind, count, slots=count)
+        return Hardware(kind, count, places=count)
     if kind is HardwareKind.CPU:
-        return Hardware(kind, machine.cores, slots=max(2, count))
+        return Hardware(kind, machine.cores, places=max(2, count))
     wide_decode = gpus_needed(decode, machine)
     wide_prefill = gpus_needed(prefill, machine) if prefill else wide_decode
     total = math.ceil(sum(worker.count * worker.share * gpus_needed(worker, machine) for worker in workers))
@@ -101,21 +96,20 @@ def _kind(worker: WorkerConfig, machine: Machine) -> HardwareKind:
     return HardwareKind.GPU if gpus_needed(worker, machine) else HardwareKind.CPU
 
 
-def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
-    """Return (prefill workers, decode workers) that take exactly `slots` slots."""
+def splits(here: Hardware, places: int) -> list[tuple[int, int]]:
+    """Return (prefill workers, decode workers) that take exactly so many places."""
     found = []
-    for prefill in range(1, slots // here.prefill_width + 1):
-        decode, rest = divmod(slots - prefill * here.prefill_width, here.decode_width)
+    for prefill in range(1, places // here.prefill_width + 1):
+        decode, rest = divmod(places - prefill * here.prefill_width, here.decode_width)
         if decode and not rest:
             found.append((prefill, decode))
     return found
 
 
 def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
-    """Return up to two splits of the GPUs: in one, a decode worker has twice the ranks of a prefill worker; in the
-    other, it has half as many. A split has the fewest ranks that the plan accepts
-    (docs/decisions/0076-different-tensor-parallel-sizes.md), as many workers as fit, and about half of the GPUs for
-    each role. A split with the file's own sizes is left out."""
+    """Return up to two splits of the GPUs. Decode workers have twice the ranks of prefill workers, or half as many
+    (docs/decisions/0076-different-tensor-parallel-sizes.md). Workers have the fewest ranks that the plan accepts. Each
+    role gets about half of the GPUs."""
     workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
     if any(
         each.ranks != tensor_size(each.engine_args) or each.nodes > 1 or each.share < 1 for each in workers
@@ -160,9 +154,9 @@ class CandidateMaker:
     model: ModelFacts | None = None
 
     def aggregated(self) -> list[Candidate]:
-        """Return aggregated candidates, the most promising first: one engine with all of the hardware (several batch
-        sizes, on a CPU also thread counts), then as many engines as fit. If one engine cannot use all of the hardware,
-        there are only candidates with as many engines as fit, at several batch sizes."""
+        """Return aggregated candidates, the most promising first: one engine with all of the hardware, at several
+        settings, then as many of the file's engines as fit. If one engine cannot use all of the hardware, return only
+        the latter, at several batch sizes."""
         first, *others = self._batches()
         if self.here.kind is HardwareKind.CPU:
             threads, *more = thread_counts(self.here.units)
@@ -172,14 +166,14 @@ class CandidateMaker:
             found = [self._one_engine(size) for size in (first, *others)]
         else:
             return [self._engines(size) for size in (first, *others)]
-        return [*found, self._engines(first)] if self._room > 1 else found
+        return [*found, self._engines(first)] if self._fitting > 1 else found
 
     def disaggregated(self) -> list[Candidate]:
-        """Return splits: the file's own, then those with unequal ranks, then the others by similarity to the file's. If
-        the file has no prefill workers, the most balanced split is the first, and the others follow by balance."""
+        """Return splits: the file's own or, if it has no prefill workers, the most balanced; then those with unequal
+        ranks, then the others by similarity to the first."""
         own = self.own_split
         order = sorted(
-            splits(self.here, self.here.slots),
+            splits(self.here, self.here.places),
             key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
         )
         found = [self._split(Shape(*split, tensor=self._tensor_sizes)) for split in order]
@@ -190,19 +184,19 @@ class CandidateMaker:
 
     @property
     def own_split(self) -> tuple[int, int] | None:
-        """The file's prefill and decode workers."""
+        """How many prefill and decode workers the file has; None if it lacks a role."""
         if self.config.prefill is None or self.config.decode is None:
             return None
         return self.config.prefill.count, self.config.decode.count
 
     @property
-    def _room(self) -> int:
+    def _fitting(self) -> int:
         """Number of the file's engines that fit on the hardware."""
-        return max(1, self.here.slots // self.here.decode_width)
+        return max(1, self.here.places // self.here.decode_width)
 
     @property
     def _tensor_sizes(self) -> tuple[int, int]:
-        """Tensor-parallel sizes (prefill, decode) on GPUs if the file has no prefill workers; else 0: its own."""
+        """Tensor-parallel sizes of prefill and decode workers. 0: as in the file."""
         halved = self.here.kind is HardwareKind.GPU and self.config.prefill is None
         return (self.here.prefill_width, self.here.decode_width) if halved else (0, 0)
 
@@ -218,10 +212,12 @@ class CandidateMaker:
         return self._graph(name, shape, split)
 
     def _engines(self, batch: int) -> Candidate:
-        count = self._room
+        count = self._fitting
         shape = Shape(0, count, batch, (0, self._tensor_sizes[1] if count > 1 else 0))
         engines = counted(count, "engine")
-        return self._graph(f"aggregated: {engines}{self._each(count)}{_batch(batch)}", shape, engines)
+        return self._graph(
+            f"aggregated: {engines}{self._hardware_of_each(count)}{_batch(batch)}", shape, engines
+        )
 
     def _graph(self, name: str, shape: Shape, split: str) -> Candidate:
         sections = with_model(reshape(self.base, shape), self.config.model)
@@ -233,7 +229,7 @@ class CandidateMaker:
         assert decode is not None
         on_gpu = here.kind is HardwareKind.GPU
         tensor = here.units if on_gpu and here.units != decode.ranks else 0
-        each = f" x {counted(threads, 'thread')}" if threads else self._each(1)
+        each = f" x {counted(threads, 'thread')}" if threads else self._hardware_of_each(1)
         plan, ranks = make_plan(self.config, self.machine), here.units if on_gpu else 1
         return Candidate(
             f"aggregated: 1 engine{each}{_batch(batch)}",
@@ -256,24 +252,24 @@ class CandidateMaker:
             return False
         return divides(self.here.units, self.model)
 
-    def _each(self, count: int) -> str:
+    def _hardware_of_each(self, count: int) -> str:
         if self.here.kind is HardwareKind.SIM:
             return ""
         noun = "GPU" if self.here.kind is HardwareKind.GPU else "thread"
         return f" x {counted(max(1, self.here.units // count), noun)}"
 
     def _batches(self) -> list[int]:
-        """Return batch sizes, the file's own first. Sizes below the sum of the workers' max-num-seqs
-        are left out, because vLLM refuses a size below max-num-seqs."""
+        """Return batch sizes, the file's own first. vLLM refuses a batch size below max-num-seqs, which is here the sum
+        over all workers."""
         args = self.config.decode.engine_args if self.config.decode else {}
         workers = [worker for worker in (self.config.decode, self.config.prefill) if worker is not None]
-        most = sum(int(str(each.engine_args.get("max-num-seqs", 256))) * each.count for each in workers)
+        seqs = sum(int(str(each.engine_args.get("max-num-seqs", 256))) * each.count for each in workers)
         if self.here.kind is HardwareKind.SIM:
-            most = 1
+            seqs = 1
         sizes = list(BATCHES[self.here.kind])
         if (own := args.get("max-num-batched-tokens")) is not None:
             sizes = [int(str(own)), *filter(None, sizes)]
-        return list(dict.fromkeys(size for size in sizes if size >= most or not size)) or [0]
+        return list(dict.fromkeys(size for size in sizes if size >= seqs or not size)) or [0]
 
 
 def _batch(size: int) -> str:

@@ -48,16 +48,15 @@ def compare(
     """Should I disaggregate? Measure your load on aggregated and disaggregated graphs of the same hardware, and
     recommend one of them, with the reason; possibly "don't".
 
-    Candidates, one at a time: one vLLM engine with all of the hardware of FILE's graph, at several
-    max-num-batched-tokens, on a CPU also with one thread less than it has cores; as many of its engines as
-    fit; the graph of FILE and other splits with FILE's policy; on GPUs also decode workers with twice and half the
-    tensor-parallel size of the prefill workers. Each is measured by its goodput, the highest rate at which enough
-    requests (--share) keep --ttft and --gap. The best of each kind is measured longer, and the best aggregated one
-    twice, to know the noise.
+    Candidates run one at a time. Aggregated: one vLLM engine with all of the hardware of FILE's graph, at several
+    settings, and as many of FILE's engines as fit. Disaggregated: FILE's split of the hardware and others, on GPUs also
+    with different tensor-parallel sizes of prefill and decode workers. Each is measured by its goodput, the highest
+    rate at which enough requests (--share) keep --ttft and --gap. The best of each kind is measured longer. The best
+    aggregated one is measured twice, which tells the noise.
 
-    The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
-    of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. Arrivals are
-    Poisson. The result is for --rate, else for the mean rate of a trace with timestamps, else for the maximal rate.
+    The load is --trace, else requests of --prompt-tokens and --answer-len. A trace has lines as {"timestamp": 27482,
+    "input_length": 6955, "output_length": 52, "hash_ids": [...]}; only the lengths are needed. Arrivals are Poisson.
+    The result is for --rate, else for the trace's mean rate, else for the highest rate.
 
     With --clients, no goodput is searched: FILE's graph and one plain vLLM engine (on a CPU, with each number of
     threads) run side by side. In turn, each serves these numbers of clients, which ask again once they have a response.

@@ -1,8 +1,7 @@
 """One comparison within a time budget: from a file and a load to results.
 
-Candidates run one at a time. First each is started and its goodput searched; if the time is too short for all, the
-last ones are skipped. Then the search goes on for the best of each kind. For the aggregated one it is also repeated
-from the start, to measure the noise.
+Candidates run one at a time. First, the goodput of each is searched. Then the search goes on for the best of each
+kind. For the aggregated one it is also repeated from the start, to measure the noise.
 """
 
 import statistics
@@ -38,7 +37,7 @@ _STOP = 12.0
 _FINALS = 0.4
 """Share of the time for the finalists."""
 _WORTH_STARTING = 20.0
-"""Seconds of probes that make starting a candidate worthwhile."""
+"""Seconds that probes of a candidate need at least: others are skipped for lack of time."""
 
 
 def maker_of(file: Path) -> CandidateMaker:
@@ -63,7 +62,7 @@ class Comparison:
     here: Hardware
     maker: CandidateMaker
     entrants: list[Entrant] = field(default_factory=list)
-    """The aggregated ones first, each kind in the order of its maker."""
+    """Aggregated ones first; within a kind, the most promising first."""
     noise: float | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -129,7 +128,7 @@ class Comparison:
             raise Unavailable("No candidate started: " + "; ".join(each.problem for each in self.entrants))
 
     def _choose(self, measuring: Measuring, seconds: float) -> list[Entrant]:
-        """Choose as many candidates as there is time for, at least two, one of each kind first; note the others."""
+        """Choose candidates for this time, at least two. The first of each kind come first. Note which are left out."""
         together, apart = (
             [Entrant(each, measuring.unknown()) for each in candidates]
             for candidates in (self.maker.aggregated(), self.maker.disaggregated())
@@ -162,7 +161,7 @@ class Comparison:
             entrant.problem = str(error)
 
     async def _final(self, measuring: Measuring, until: float) -> None:
-        """Continue the finalists' searches, the running one first, so that the other starts only once."""
+        """Continue the finalists' searches. The running one is the first, so that it does not start again."""
         finalists, control = self.finalists, measuring.unknown()
         turns = [(each, each.found) for each in finalists]
         turns += [(each, control) for each in finalists if each.candidate.aggregated]

@@ -21,7 +21,7 @@ from pdserve_bench.progress import begin
 
 START_SECONDS = {HardwareKind.CPU: 40.0, HardwareKind.GPU: 120.0, HardwareKind.SIM: 15.0}
 LEAST_REQUESTS = 30
-"""Judged requests that each bound of a candidate's goodput needs, so that the candidate can be recommended."""
+"""Judged requests that a candidate needs at its carried and its broken rate (`GoodputResult.thin`)."""
 _LEAST, _MOST = 4.5, 20.0
 """Bounds of a probe's length in seconds."""
 _PROBES = 6
@@ -51,7 +51,7 @@ class CompareOptions:
 class UserLoad:
     described: str
     make: Callable[[Endpoint], Awaitable[Scalable]]
-    """Learns from the first server what the load needs to know, such as tokens per word."""
+    """Learns tokens per word from the endpoint."""
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class Measuring:
     _rate: float = 1.0
     """Requests per second of the first probes."""
     _whole: float = 0.0
-    """Seconds of a single request."""
+    """Seconds of the fastest request of the first warm-up."""
     _seed: int = 0
 
     async def start(self, candidate: Candidate) -> None:

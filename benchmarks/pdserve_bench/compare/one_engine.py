@@ -1,6 +1,5 @@
 """The baseline of a comparison: one plain vLLM engine with all of the graph's hardware. It has the model, block size,
-lengths and dtypes of the decode workers, and the KV space of all workers. On a CPU host, several thread counts are
-tried."""
+lengths and dtypes of the decode workers, and the KV space of all workers."""
 
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ def one_engine(plan: Plan, *, tensor: int = 1, threads: int = 0, batch: int = 0)
 
 
 def thread_counts(cores: int) -> list[int]:
-    """Return thread counts for one engine on a CPU host, the best first: one core is left free. Otherwise vLLM's
-    processes, which spin while they wait, take cores from the threads (two cores, one client: 16 instead of 300
-    tokens/s)."""
+    """Return thread counts to try on a CPU host. The first leaves a core free for vLLM's processes, which spin while
+    they wait (two cores, one client: 300 instead of 16 tokens/s)."""
     return [cores - 1, cores] if cores > 1 else [cores]
 
 

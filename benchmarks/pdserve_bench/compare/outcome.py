@@ -63,9 +63,8 @@ def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Re
     best = [place for place, each in enumerate(results) if found.choice and each.name == found.choice.name]
     note = (
         f"Goodput: the highest rate, in requests/s, at which {options.share:.0%} of the requests keep the SLO "
-        f"({options.slo}). Between: the rates between which it lies, far apart unless the candidate is a finalist. "
-        "At: --rate, else the highest rate that the candidate carries; the share that kept the SLO, TTFT and the "
-        "longest gap of a request (ms) are measured there."
+        f"({options.slo}). Between: the rates between which it lies. At: --rate, else the highest rate that the "
+        "candidate carries. At this rate: the share that kept the SLO, TTFT, and the longest gap of a request (ms)."
     )
     title = f"{comparison.asked.described}, on {comparison.here}"
     return Rows(title, _COLUMNS, [_row(each) for each in results], note, best[0] if best else None)

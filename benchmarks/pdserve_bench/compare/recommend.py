@@ -1,10 +1,9 @@
 """Recommend a candidate from the measured results. Pure. The rules, in this order:
-1. A candidate that dropped requests or did not start is out. If the best of a kind had too few requests to be judged,
-nothing is recommended, unless rule 2 decides without it.
-2. If a rate is given and the aggregated engine carries it with headroom, disaggregation gains nothing.
-3. Otherwise the higher goodput wins, if the intervals do not overlap and the gain exceeds the noise (the baseline
-measured twice).
-4. Otherwise the simpler one wins: aggregated.
+1. A candidate that failed requests or did not start is out.
+2. If the aggregated engine carries the given rate with headroom, it wins.
+3. The higher goodput wins if the intervals (`carried` to `broken`) do not overlap and the gain exceeds the noise.
+4. The aggregated engine wins, because it is simpler.
+If too few requests were judged for a rule that is needed, nothing is recommended.
 """
 
 from collections.abc import Sequence
@@ -296,7 +295,7 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
 
 
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
-    """Say how many times as high the winner's goodput is, or, with wide intervals, at least is. Empty from 100 on."""
+    """Say how many times the loser's goodput the winner has; with wide intervals, at least. Empty from 100 on."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""

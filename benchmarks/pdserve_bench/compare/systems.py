@@ -26,7 +26,7 @@ class PlainVllm:
     served: str
     arguments: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Such as OMP_NUM_THREADS, which limits the cores of a CPU engine."""
+    """Of its environment."""
 
     @asynccontextmanager
     async def start(self, folder: Path) -> AsyncIterator[Endpoint]:

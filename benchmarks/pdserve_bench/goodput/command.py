@@ -55,13 +55,13 @@ def goodput(
     seed: Seed = None,
     json: Json = None,
 ) -> int:
-    """Find the goodput of a server: the highest rate of requests (Poisson arrivals) at which 90 % of them keep an SLO,
-    that is, get their first token within --ttft and have no gap between two tokens longer than --gap.
+    """Find the goodput of a server: the highest rate of Poisson arrivals at which 90 % of the requests (--share) get
+    their first token within --ttft and have no gap between two tokens longer than --gap.
 
-    Each probe sends requests at one rate for --seconds and waits until the server is idle again. From --start-rate the
-    rate is doubled or halved until one keeps the SLO and a higher one does not; then the interval is narrowed to
-    --precision. The ends of the last interval are probed up to three times, until the result is certain. This takes
-    three to six minutes as a rule. Ctrl-C shows the result so far.
+    Each probe sends requests at one rate for --seconds and waits until the server is idle again. The rate rises or
+    falls from --start-rate until one rate is carried and a higher one is not. Then the interval is narrowed to
+    --precision. Its ends are probed again until they are certain, at most three times each. This usually takes three
+    to six minutes. Ctrl-C shows the result so far.
 
     A second run with the same --seed sends the same prompts, which may be in the server's prefix cache. Run it on
     another machine than the server if you can; the report says when the load generator itself was late.

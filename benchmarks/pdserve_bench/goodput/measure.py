@@ -64,7 +64,7 @@ class Probe:
     run: LoadRun = field(default_factory=LoadRun)
     tally: Tally = field(default_factory=Tally)
     hopeless: bool = False
-    """Cut short because too many requests had missed the SLO. Running ones that had broken no bound do not count."""
+    """Cut short because too many requests had missed the SLO."""
     counted: bool = False
     """The search uses the probe, because nothing interrupted it."""
     stall: float = 0.0
@@ -85,8 +85,8 @@ class Probe:
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to each first token; for requests without one, the waits that exceed the bound. Refused requests do
-        not count."""
+        """Seconds to each first token. A request without one counts if it waited longer than the bound and did not
+        fail (other than by a hang)."""
         until = self.run.ended or time.monotonic()
         times = []
         for each in self.run.exchanges:
@@ -142,7 +142,7 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
 
 
 async def _watch_stalls(made: Probe) -> None:
-    """Wake every 10 ms and record the longest delay: sends and arrival times are as late as these wake-ups."""
+    """Wake every 10 ms and record the longest delay. Requests are sent, and tokens noted, as late as these wake-ups."""
     while True:
         due = time.monotonic() + _BEAT
         await asyncio.sleep(_BEAT)
@@ -178,8 +178,8 @@ class _Watched:
         return wilson(max(0, expected - self._missed), expected)[1] < self._share
 
     def nothing_to_learn(self) -> bool:
-        """Whether all requests were sent and all that still run have missed the SLO. False until requests without
-        progress count as hung; then these are marked as failed."""
+        """Whether all requests were sent and all that still run have missed the SLO. Requests without progress are
+        marked as failed once all of them count as hung."""
         run, slo, now = self._made.run, self._slo, time.monotonic()
         running = [each for each in run.exchanges if each.outcome is Outcome.UNFINISHED]
         if (

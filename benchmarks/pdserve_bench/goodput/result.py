@@ -31,7 +31,7 @@ class GoodputResult:
     def __init__(self, options: GoodputOptions) -> None:
         self.options = options
         self.probes: list[Probe] = []
-        """In order; the last one may be running: its `run.ended` is 0."""
+        """The last one may be running: its `run.ended` is 0."""
         self.search = GoodputSearch(
             options.start_rate,
             options.share,
@@ -57,9 +57,8 @@ class GoodputResult:
 
     @property
     def thin(self) -> float | None:
-        """An end of the interval to probe again, because it has too few judged requests (`options.least`); None without
-        one. The broken end is probed again only once, as a busy moment of the machine may have broken it. If hardly any
-        request kept the SLO, it is not probed again."""
+        """An end of the interval to probe again, because it has too few judged requests (`options.least`). The broken
+        end is probed again at most once, and only if a fair share of its requests kept the SLO."""
         least, low, high = self.options.least, self.search.carried, self.search.broken
         if low is not None and self.judged(low) < least:
             return low
@@ -101,8 +100,8 @@ async def find_goodput(
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    """Return the seconds of a probe. A low rate gets more time, up to `options.longer` times `seconds`: for 90 %, time
-    for 49 requests. That is twice what proves a rate carried if all keep the SLO (Wilson's interval)."""
+    """Return the seconds of a probe. A low rate gets time for 49 requests (at 90 %), but at most `options.longer` times
+    `seconds`. If all keep the SLO, half of 49 requests prove a rate carried (Wilson's interval)."""
     least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
     return max(options.seconds, min(least / rate, options.longer * options.seconds))
 
@@ -201,7 +200,7 @@ def _table(result: GoodputResult, probes: list[Probe]) -> Rows:
         f"Probes, by rate: Poisson arrivals for {options.seconds:g} s, {options.slo}",
         [*columns, Column("remark")],
         rows,
-        "No share counts requests that a hopeless probe cut short before they broke a bound (unfinished). "
+        "Shares leave out requests that a hopeless probe cut short before they broke a bound (unfinished). "
         "TTFT is of requests that had a first token, or waited for it beyond the SLO.",
     )
 

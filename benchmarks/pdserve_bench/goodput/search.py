@@ -1,11 +1,9 @@
 """Search the highest rate at which a share of the requests keeps an SLO. Pure: the caller runs the probes.
 
-From a start rate, step up or down by factors of at most two until one rate is carried (enough requests keep the SLO)
-and a higher one is broken, then bisect the interval (logarithmically) down to the precision. A probe is a binomial
-sample, so it may be wrong near the border: the ends of the last interval are probed again with other seeds until the
-pooled samples are certain (Wilson's interval), with at most `TRIES` probes each. If that overturns an end, the search
-continues from there. A non-increasing curve is fitted to the shares of all rates (`samples.falling`), so that
-contradictory samples are pooled."""
+The rate rises or falls by factors of at most two until one rate is carried (enough requests keep the SLO) and a higher
+one is broken. Then the interval is bisected (logarithmically) down to the precision. Its ends are probed again until
+they are certain (Wilson's interval), at most `TRIES` times each. If that overturns an end, the search continues from
+there. A non-increasing curve is fitted to the shares of all rates (`samples.falling`)."""
 
 import math
 import statistics
@@ -65,7 +63,7 @@ class GoodputSearch:
         highest: float = 1000.0,
         most: int = 24,
     ) -> None:
-        """Rates in requests per second. `precision`: relative width of the final interval; `most`: probes."""
+        """Rates in requests per second. `precision`: relative width of the final interval. `most`: probes at most."""
         self.share, self.precision, self.probes = share, precision, 0
         self._start, self._lowest, self._highest, self._most = start, lowest, highest, most
         self._rates: dict[float, _Rate] = {}

@@ -1,4 +1,4 @@
-"""The CPU share that other programs take during a measurement. They slow down the measured systems unevenly."""
+"""The CPU share that other programs take during a measurement."""
 
 import time
 from contextlib import suppress
@@ -6,7 +6,7 @@ from contextlib import suppress
 import psutil
 
 _TOLERANCE = 0.05
-"""Share of all cores by which the machine may report less CPU time than our processes."""
+"""Tolerated excess of our processes' CPU time over the machine's, as a share of all cores."""
 
 
 class ForeignLoad:

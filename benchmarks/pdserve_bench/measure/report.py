@@ -28,7 +28,7 @@ from pdserve.util.errors import ConfigError
 Cell = str | float | int | None
 PIPE_WIDTH = 110
 """Characters per line of a table in a pipe. Wide columns may exceed them, because numbers are never broken."""
-_NAME = 50
+_TEXT_WIDTH = 50
 """Characters at which a text cell is folded."""
 _BETWEEN = 3
 """Characters between two columns."""
@@ -65,7 +65,7 @@ class Rows:
         for place, column in enumerate(self.columns):
             widest = max((row[place].cell_len for row in shown), default=1)
             word = max(map(cell_len, column.name.split()), default=1)
-            width = max(word, widest if column.spec else min(_NAME, widest))
+            width = max(word, widest if column.spec else min(_TEXT_WIDTH, widest))
             justify: Any = "right" if column.spec else "left"
             made.add_column(Text(printable(column.name)), justify=justify, overflow="fold", width=width)
             whole += width + _BETWEEN

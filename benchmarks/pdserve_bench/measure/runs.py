@@ -29,7 +29,7 @@ PATIENCE = 120.0
 
 @dataclass
 class LoadRun:
-    """Holds each request from its start, so that it can be read at any time."""
+    """Has each request from its start on, and can be read at any time."""
 
     exchanges: list[Exchange] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
@@ -64,10 +64,9 @@ class LoadRun:
         return [(texts[kind], count) for kind, count in counts.most_common()]
 
     def summary(self, slo: Slo | None = None) -> dict[str, float]:
-        """Return statistics: seconds, and requests or tokens per second. Gaps are between the tokens of a request
-        (ITL); `longest gap` has one sample per request. Latencies are of finished requests, rates of those that
-        finished by `closes`. `kept` is the share of all requests that kept the SLO. `goodput` is, in this run, the
-        number per second of requests that kept it."""
+        """Return statistics: seconds, and requests or tokens per second. Latencies are of finished requests, rates of
+        those that finished by `closes`. `kept` is the share of all requests that kept the SLO, `goodput` their number
+        per second."""
         finished = self.of(Outcome.FINISHED)
         ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
         gaps = [gap for exchange in finished for gap in exchange.gaps]
@@ -127,8 +126,8 @@ class Workload(Protocol):
     """A program that sends the users' requests."""
 
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
-        """Send the requests and add each to `run` when it starts; return when the last has ended or timed out. Sets
-        when `run` began and ended. If cancelled, `run` keeps its requests."""
+        """Send the requests, and add each to `run` when it starts. Return when all have ended. Set when `run` began and
+        ended."""
 
 
 class Scalable(Protocol):

@@ -51,8 +51,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
         )
 
     def body(self, endpoint: Endpoint, tokens_per_word: float, salt: str, own: str) -> dict[str, Any]:
-        """Prompts of one salt share prefixes with each other, but not with another salt. `own` seeds the unique
-        part."""
+        """Prompts share prefixes only with prompts of the same salt. `own` seeds the unique part."""
         words: list[str] = []
         ends = [(f"{salt}/{block}", self.block * number) for number, block in enumerate(self.blocks, 1)]
         for key, end in (*ends, (f"{salt}/{own}", self.input_length)):
@@ -107,8 +106,8 @@ class Trace:
         return replace(self, requests=tuple(each.shrunk(divisor) for each in self.requests))
 
     def replayed(self, speed: float, seconds: float, seed: int) -> list[Arrival]:
-        """Return the requests of the replay's first `seconds`, at the trace's own times but `speed` times as fast.
-        Another seed gives other prompts. Raises ConfigError if a request has no timestamp."""
+        """Return the requests of the first `seconds` of a replay that is `speed` times as fast as the trace. Another
+        seed gives other prompts. Raises ConfigError if a request has no timestamp."""
         times = [each.timestamp for each in self.requests if each.timestamp is not None]
         if len(times) < len(self.requests):
             raise ConfigError([f"{self.name}: a replay needs the timestamp of each request."])

@@ -39,7 +39,7 @@ def replay(
     seconds_: Annotated[
         float | None,
         typer.Option(
-            "--seconds", metavar="S", min=1.0, help="send requests for S seconds (default: the trace)"
+            "--seconds", metavar="S", min=1.0, help="send requests for S seconds (default: the whole trace)"
         ),
     ] = None,
     ttft: Ttft = None,
@@ -47,12 +47,14 @@ def replay(
     chat: Annotated[
         bool, typer.Option("--chat/--completions", help="ask /v1/chat/completions or /v1/completions")
     ] = False,
-    timeout: Annotated[float, typer.Option(metavar="S", min=1.0, help="seconds for each request")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", min=1.0, help="time limit of each request in seconds")
+    ] = 120.0,
     seed: Seed = None,
     json: Json = None,
 ) -> int:
-    """Send the requests of a trace at the times at which they came, and show the server over time: TTFT, gaps and
-    prefix hits as the client sees them; of a pdserve graph also its queue, and the KV use of each role.
+    """Send the requests of a trace at their times, and show over time: TTFT, gaps and prefix hits as clients see them.
+    Without --base-url, also show the graph's prefill queue and the KV use of each role.
 
     A line of TRACE is a request, in the format of the Mooncake traces: {"timestamp": 27482, "input_length": 6955,
     "output_length": 52, "hash_ids": [46, 47]}. The timestamp is in ms. A hash id stands for 512 tokens and all tokens

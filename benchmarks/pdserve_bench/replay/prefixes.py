@@ -1,10 +1,10 @@
-"""Replay traces on graphs that differ in where prompts with a known prefix go, with simulated engines.
+"""Replay traces on simulated graphs that differ in where prompts with a known prefix go.
 
     python -m pdserve_bench.replay.prefixes TRACE... [--requests 600] [--seconds 45] [--json FILE]
 
-Each graph has six engines: two decode and four prefill workers, or six workers that do both parts of a request. From
-each trace whole sessions are drawn, so that prefixes stay shared, and their lengths divided by 16. `one cache` is what
-one LRU cache, as large as those of the four prefill workers together, finds in these requests.
+Each graph has two decode and four prefill workers, or six decode workers. Whole sessions are drawn from each trace, so
+that prefixes stay shared. Lengths are divided by 16. The row `one cache` has the prefix hits of one LRU cache that is
+as large as those of the four prefill workers together.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from pdserve_bench.replay.sample import Sample
 _PROGRESS = 10.0
 """Seconds between two lines of progress."""
 _LATE = 0.05
-"""Seconds: a note tells if 1 % of the requests were sent later than this."""
+"""Seconds. A note tells if 1 % of the requests were sent with a longer delay."""
 _WIDTH = 50
 """Windows of time in the plot, each one character."""
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -137,8 +137,7 @@ class ReplayResult:
         late = [each.started - self.run.began - due for each, (due, _) in sent]
         if (own := percentile(late, 0.99)) > _LATE:
             notes.append(
-                f"Requests were sent late, by {own:.2f} s (p99): the load generator needs more of this machine, or "
-                "another machine."
+                f"Requests were sent late, by {own:.2f} s (p99): the load generator needs more CPU, or another machine."
             )
         return notes + [
             f"{count} requests failed: {text}" for text, count in self.run.errors()[:_SHOWN_ERRORS]

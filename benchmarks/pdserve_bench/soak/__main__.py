@@ -11,9 +11,9 @@ request got an unexpected response.
 
 With --workers, measure instead what a request costs in graphs of so many simulated workers (`cost.py`).
 
-With --form, soak a graph of that form of launch for some minutes (`rounds.py`): the requests of a trace at its own
-times, beside them a few that end badly, and every 20 s a restart of a part. Exit code 1 if a request failed, or the
-idle graph grew beyond the margins from the first to the last third of its measurements.
+With --form, soak a graph that is launched in that form for some minutes (`rounds.py`). Each round of 20 s replays a
+part of a trace, adds a few requests that end badly, and restarts one process. Exit code 1 if a request failed, or the
+idle graph grew beyond the margins.
 """
 
 import argparse

@@ -27,7 +27,7 @@ from pdserve_bench.measure.samples import percentile
 from pdserve_bench.options import numbers
 
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
-"""Short responses, so that sequences of a worker rarely share a step: in small graphs, this would save messages."""
+"""Responses are short, so that sequences of a worker rarely share a step: that would save messages in small graphs."""
 SETTLE = 6.0
 """Seconds from the end of the warm-up to the measurement of the idle graph."""
 IDLE = 20.0
@@ -45,7 +45,7 @@ class Use:
     wake_ups: float = 0.0
     """voluntary context switches"""
     messages: float = 0.0
-    """sent and received over NATS; of etcd its gRPC messages"""
+    """NATS messages, sent and received; of etcd, gRPC messages"""
     memory: float = 0.0
     """bytes; shared pages count in part (PSS)"""
 
@@ -69,9 +69,9 @@ class GraphCost:
 
     workers: int
     idle: Snapshot
-    """of one second"""
+    """in one second"""
     requests: Snapshot
-    """of 1,000 requests, beyond idle"""
+    """for 1,000 requests, beyond idle"""
     ttft: tuple[float, float] = (0.0, 0.0)
     """p50 and p99 in seconds"""
     foreign: float | None = None
@@ -136,7 +136,9 @@ def sizes_of(text: str) -> list[int]:
     """Parse `2,16,64`. Raises ConfigError."""
     sizes = sorted(set(numbers(text, int)))
     if not sizes or sizes[0] < 2 or any(size % 2 for size in sizes):
-        raise ConfigError([f"--workers {text}: give even numbers, as in 2,16,64; half of each decode."])
+        raise ConfigError(
+            [f"--workers {text}: give even numbers, as in 2,16,64 (half of the workers decode)."]
+        )
     return sizes
 
 
@@ -202,7 +204,7 @@ def show_costs(costs: Sequence[GraphCost]) -> None:
     for row in rows(costs):
         shown.add_row(*map(str, row.values()))
     show(shown)
-    print("For 1,000 requests beyond idle; idle figures are of one process.")
+    print("CPU, wake-ups, messages: for 1,000 requests, beyond idle. MiB and idle figures: of one process.")
     for cost in costs:
         p50, p99 = (1000 * each for each in cost.ttft)
         print(

@@ -31,7 +31,7 @@ SIMULATED = simulated(
     {"step-seconds": 0.005, "prefill-rate": 20000}, common={"num-gpu-blocks-override": 1024}
 )
 RESTARTED = ("decode-1", "prefill-1", "frontend-1", "nats", "etcd")
-"""Parts to restart in turn. The others run throughout, so that growth by restarts of their peers shows in them."""
+"""Parts to restart in turn. The other parts run on, and show what grows when their peers restart."""
 READY_WITHIN, STOP_WITHIN = 300.0, 60.0
 HTTP_PORT = 8000
 POLL_INTERVAL = 0.5
@@ -39,11 +39,11 @@ KEY = "sk-of-the-soak"
 
 
 def harm(turn: int) -> tuple[str, Signals]:
-    """Return the part to restart, and how to end it: all in turn by SIGTERM, then all by SIGKILL. A frontend's requests
-    would fail by SIGKILL, so a frontend always gets SIGTERM."""
-    rounds, place = divmod(turn, len(RESTARTED))
+    """Return the part to restart, and its signal: all parts get SIGTERM in turn, then SIGKILL. A frontend always gets
+    SIGTERM, because SIGKILL would fail its requests."""
+    cycle, place = divmod(turn, len(RESTARTED))
     name = RESTARTED[place]
-    return name, SIGKILL if rounds % 2 and not name.startswith("frontend") else SIGTERM
+    return name, SIGKILL if cycle % 2 and not name.startswith("frontend") else SIGTERM
 
 
 class SoakedGraph(ABC):
@@ -62,8 +62,8 @@ class SoakedGraph(ABC):
         """Return folders of temporary files and shared memory by name."""
 
     async def end(self, name: str, number: Signals, part: Part) -> None:
-        """End a part so that it starts again; on return it may not be ready yet. SIGTERM goes to the process that a
-        manager started, as from systemd; SIGKILL to the role's, as from the OOM killer."""
+        """End a part, which its manager starts again. SIGTERM goes to the process that the manager started (as systemd
+        does), SIGKILL to the role's own (as the OOM killer does)."""
         (part.parent if part.parent and number == SIGTERM else part.process).send_signal(number)
 
 
@@ -139,7 +139,7 @@ class _Pods(SoakedGraph):
         await asyncio.gather(*map(self._until_ready, self._pods))
 
     async def end(self, name: str, number: Signals, part: Part) -> None:
-        """For SIGTERM to a role, replace its pod by one at another address; else restart the container in its pod."""
+        """Replace the pod of a role that gets SIGTERM by one at another address. Otherwise restart the container."""
         pod = self._pods[name]
         self._serving = [url for url in self._serving if url != _url(pod)]
         if pod.is_role and number == SIGTERM:

@@ -35,12 +35,12 @@ class Unexpected(Exception):
 
 
 class MixedLoad:
-    """Sends requests, `CONCURRENCY` at a time, in a sequence that the seed determines."""
+    """Sends requests, `CONCURRENCY` at a time. The seed determines how they end."""
 
     def __init__(self, pick: Callable[[], Endpoint], lengths: tuple[int, int], seed: int) -> None:
         """`pick` chooses the frontend of each request."""
         self.done: Counter[str] = Counter()
-        """Counts by ending and, if any, status."""
+        """Requests by ending and status."""
         self.surprises: list[str] = []
         self._pick = pick
         self._lengths = lengths
@@ -61,7 +61,7 @@ class MixedLoad:
         else:
             self.done[f"{ending}{f': {status}' if status else ''}"] += 1
 
-    # what clients do; each returns the response's status, 0 if the client does not wait for it
+    # what clients do; each method returns the response's status, 0 if it does not wait for one
 
     async def _whole(self) -> int:
         exchange = Exchange({**self._body(stream=self._dice.random() < 0.7), "return_token_ids": True})

@@ -61,8 +61,8 @@ class Traffic:
     seed: int
 
     def round(self, number: int) -> Workload:
-        """Return the requests of the trace that came in this round, or random ones without a trace. Prompts differ
-        when the trace begins again."""
+        """Return the trace's requests in this round; without a trace, random ones. Prompts differ when the trace begins
+        again."""
         if self.trace is None:
             requests = PoissonRequests(self.prompts, PROMPT_TOKENS, ANSWER_TOKENS, TIMEOUT)
             return requests.at(RATE * self.speed, ROUND, self.seed + number)

@@ -16,19 +16,18 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.graphs.watch import held, read_loads, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0, "disk": 8}
-"""Tolerated growth. Thread pools (asyncio, gRPC) fill on demand. Allocators keep freed memory, but a leak of 10 KB per
-request exceeds the margin in MiB after thousands of requests. A metrics scrape or an etcd call may use a socket."""
+"""Tolerated growth: thread pools fill on demand, allocators keep freed memory, and a metrics scrape or an etcd call may
+use a socket."""
 WAL_MIB = 128
 """Tolerated growth of etcd's data in MiB: its write-ahead log has files of 64 MiB, and the next one is allocated in
 advance."""
 ENGINE_MIB = 96
-"""Tolerated growth of a role's child process in MiB, because vLLM's engine core on a CPU grows for about 4,000 requests
-(small blocks, probably oneDNN's state for new shapes)."""
+"""Tolerated growth of a role's child process in MiB: vLLM's engine core on a CPU grows for about 4,000 requests."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one process; None if not applicable."""
+    """Resources of one process or folder; None if not applicable."""
 
     blocks: int | None = None
     """KV blocks held by requests."""
@@ -49,15 +48,15 @@ UsageSnapshot = Mapping[str, Usage]
 
 @dataclass(frozen=True)
 class Part:
-    """A process of the graph that was started on its own."""
+    """Process of the graph: a role, `serve`, NATS or etcd."""
 
     process: psutil.Process
     instance: Instance | None = None
-    """The registered role; None for `serve`, NATS and etcd."""
+    """The role's registration."""
     folder: Path | None = None
     """Where the process writes files."""
     parent: psutil.Process | None = None
-    """Of a role that runs alone: the small process that a manager started."""
+    """The small process that the manager of a role started. None under `serve`."""
 
 
 def parts_of_serve(
@@ -77,8 +76,8 @@ def parts_of_serve(
 
 
 def part_alone(started: int, instances: Iterable[Instance], folder: Path | None = None) -> Part | None:
-    """Return the role below the process that a manager started; None if it is not registered. Pids in `instances` are
-    of the role's own pid namespace."""
+    """Return the registered role whose parent is `started`, if any. Pids in `instances` are of the role's own pid
+    namespace."""
     by_pid = {instance.pid: instance for instance in instances}
     with suppress(psutil.Error, OSError):  # the process has ended meanwhile
         parent = psutil.Process(started)
@@ -97,7 +96,7 @@ def _innermost_pid(pid: int) -> int:
 async def measure_usage(
     parts: Mapping[str, Part], stored: Mapping[str, int], folders: Mapping[str, Path] | None = None
 ) -> UsageSnapshot:
-    """Measure these processes, and `folders` besides. `stored`: what each server keeps (`Usage.kept`)."""
+    """Measure the processes and `folders`. `stored`: what each server keeps (`Usage.kept`)."""
     found: dict[str, Usage] = {}
     instances = [part.instance for part in parts.values() if part.instance]
     blocks = held(instances, await read_loads(instances))
@@ -162,8 +161,8 @@ async def nats_keeps(graph: GraphRecord) -> int:
 
 
 def early_and_late(samples: Sequence[UsageSnapshot]) -> tuple[UsageSnapshot, UsageSnapshot]:
-    """Leave out the first quarter of the samples, the warm-up, and return the median usage of the first and of the last
-    third of the rest. A process counts if most samples of a third have it: one that restarts may be missing in some."""
+    """Drop the first quarter of the samples (the warm-up), and return the median usage in the first and the last third
+    of the rest. A process counts in a third if more than half of its samples have it."""
     warm = samples[len(samples) // 4 :]
     count = max(1, len(warm) // 3)
     return _median(warm[:count]), _median(warm[-count:])
