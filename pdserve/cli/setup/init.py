@@ -74,9 +74,8 @@ def _convert(source: str, file: Path, gpus: int, machine: str) -> int:
     graph = Graph(sections) if sections else converted(servers_of(source), gpus)
     keys, named = file.with_suffix(".keys"), shlex.quote(str(file))
     secret = keys_file(graph, keys) if graph.keys else ""
-    shown = (
-        source if Path(source).is_file() else source.split()[0] + " ..."
-    )  # a command line may have an API key
+    # a command line may have an API key
+    shown = source if Path(source).is_file() else source.split()[0] + " ..."
     header = [f"Made by `pdserve init --from` of {shown}, for {machine}.", f"  pdserve serve -f {named}"]
     _write(file, as_yaml(graph, header))
     print(f"Wrote {file}.")

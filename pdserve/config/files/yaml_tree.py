@@ -213,9 +213,8 @@ class _Reader:
         try:
             return replace(entry, value=self._construct.construct_object(node, deep=True), children=children)
         except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-            if not isinstance(node, yaml.MappingNode) or len(children) == len(
-                node.value
-            ):  # else a key inside is reported already
+            # a mapping without all its children has a key that is reported already
+            if not isinstance(node, yaml.MappingNode) or len(children) == len(node.value):
                 said = getattr(error, "problem", None) or error
                 self._findings.problem(
                     entry, f"has no valid value ({said}): correct it, or quote it if it is text."

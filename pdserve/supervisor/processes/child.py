@@ -67,9 +67,8 @@ class Exit:
         """The last lines without noise; none for a killed child, which had no time to log the cause."""
         if self.code == -signal.SIGKILL:
             return []
-        printed = takewhile(
-            lambda raw: not raw.startswith("goroutine "), self.last_lines
-        )  # without Go's stacks
+        # without Go's stacks
+        printed = takewhile(lambda raw: not raw.startswith("goroutine "), self.last_lines)
         lines = [logs.parse(raw, "") for raw in printed]
         return [line for line in lines if not line.noise and line.message.strip()]
 
