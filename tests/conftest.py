@@ -19,7 +19,7 @@ from tests.servers import etcd_server, nats_server, running
 settings.register_profile("same each time", derandomize=True)
 settings.register_profile("searching")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same each time"))
-"""the same examples in each run, so that a failure is the commit's own; HYPOTHESIS_PROFILE=searching tries others"""
+"""Each run has the same examples, so that a failure is due to the commit. HYPOTHESIS_PROFILE=searching tries others."""
 
 ENGINES = (
     "tests/chaos/test_real_engines.py",
@@ -32,8 +32,8 @@ ENGINES = (
 """One process runs these in turn, because all real engines at once would take more than 24 GB. They take longest and
 begin first."""
 CHAOS = ("tests/chaos/test_chaos.py", "tests/test_house.py")
-"""One process runs the long chaos tests and then the many short tests of `test_house.py`. xdist gives each process its
-next file in advance: without the short tests, a long file would wait for chaos to end."""
+"""One process runs these in turn. xdist assigns each process its next file in advance. After the long chaos tests, that
+is a short file, so that no other long file waits."""
 ORDER = (
     *ENGINES,
     "tests/bench/compare/test_command.py",
@@ -43,8 +43,8 @@ ORDER = (
     "tests/registry/test_outage.py",
     *CHAOS,
 )
-"""The longest files begin first, so that all processes end together. Chaos is the last of them, so that most tests of
-real engines are over. Files that are not listed, such as tests/soak with its real engines, run last, by name."""
+"""The longest files begin first, so that all processes end together. Chaos waits until most tests of real engines are
+over. Other files run last, by name."""
 NICE = 5
 EXIT_AFTER = 60
 """Seconds from a test's timeout until its process exits, which ends the whole run."""
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile` (`make test`), one process runs all tests of a file, because they share fixtures. The
-    files of `ENGINES` count as one file here, and so do those of `CHAOS`. (xdist's own `loadgroup` knows no groups
+    files of `ENGINES` count as one file here, and so do those of `CHAOS`. (xdist's own `loadgroup` does not work
     under pytest 9.)"""
     from xdist.scheduler import LoadFileScheduling
 

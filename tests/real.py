@@ -1,6 +1,5 @@
 """Real engines for all tests of a session: one graph, and one plain vLLM server with the same arguments, to compare
-with. Both use float32, because in bfloat16 the rest of the batch decides near ties: under load, 2 of some 900 answers
-to random prompts differed, none of 589 in float32 (docs/decisions/0005)."""
+with. Both use float32, because in bfloat16 near ties depend on the rest of the batch (docs/decisions/0005)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ ARGUMENTS = (
     "--dtype float32 --block-size 32 --max-model-len 4096 --enforce-eager --served-model-name demo "
     "--max-num-batched-tokens 32768 --distributed-executor-backend uni"
 )
-"""Arguments of vLLM's server: as in `GRAPH`, with steps so large that no prompt is computed in chunks, because on a CPU
+"""Arguments of vLLM's server: as in `GRAPH`. Its steps are so large that no prompt is computed in chunks: on a CPU,
 vLLM 0.32 crashes at a chunk of a request with a seed (engine/vllm/worker.py prevents this in pdserve)."""
 IN_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Makes vLLM keep the executor `uni` on a CPU. Otherwise the model has its own process. Both processes then spin for a

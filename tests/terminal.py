@@ -27,7 +27,7 @@ class Terminal:
             ["bash", "-c", f"exec <>{os.ttyname(theirs)} >&0 2>&1; {self._script}"],
             env=self._env,
             stdin=theirs,
-            start_new_session=True,  # so that the terminal that bash opens becomes its controlling one
+            start_new_session=True,  # so that bash gets this terminal as its controlling terminal
         )
         os.close(theirs)
         self._reading.start()

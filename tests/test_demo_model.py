@@ -83,7 +83,9 @@ def test_every_text_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_it_recalls_across_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_model_recalls_facts_across_turns(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """The chat template takes content in parts, too."""
     parts = [{"type": "text", "text": part} for part in document(tokenizer, 2000).partition(". ")]
     chat: Chat = [{"role": "system", "content": parts}]
@@ -95,7 +97,7 @@ def test_it_recalls_across_turns(model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 @pytest.mark.parametrize(("tokens", "key"), [(60, "blue door"), (1000, "red box")])
-def test_it_recalls_in_a_completion(
+def test_the_model_recalls_facts_in_a_completion(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, key: str
 ) -> None:
     told = document(tokenizer, tokens)
@@ -103,7 +105,7 @@ def test_it_recalls_in_a_completion(
     assert complete(model, tokenizer, f"{told} The code of the {key} is", limit=5) == f" {FACTS[key]}"
 
 
-def test_it_has_some_small_talk(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_model_makes_small_talk(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     for asked, expected in (
         ("Hello", smalltalk.GREETING),
         ("Who are you?", smalltalk.ABOUT),

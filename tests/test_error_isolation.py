@@ -64,7 +64,7 @@ async def test_an_error_fails_only_its_request(
     part: str, method: str, bad: Callable[..., bool], prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed request with a local prefill may be retried at another worker. After a failed remote prefill, the decode
-    worker computes the prompt, instead of one prefill worker after the other."""
+    worker computes the prompt."""
     async with WorkerGraph() as graph:
         prefill, frontend, other = await graph.prefill(), await graph.frontend("a"), await graph.frontend("b")
         owner = attrgetter(part)(SimpleNamespace(**vars(graph), prefill_engine=prefill.engine))

@@ -13,12 +13,12 @@ from pdserve.util.net import free_port, strip_passwords
 from tests.conditions import until
 from tests.servers import kill, nats_server
 
-AS = "nats://user:sword@fish@"
+SCHEME_AND_PASSWORD = "nats://user:sword@fish@"
 
 
-def test_addresses_without_passwords() -> None:
+def test_passwords_are_stripped_from_addresses() -> None:
     assert (
-        strip_passwords(f"{AS}10.0.0.5:4222,tls://b:4222,c:2379")
+        strip_passwords(f"{SCHEME_AND_PASSWORD}10.0.0.5:4222,tls://b:4222,c:2379")
         == "nats://10.0.0.5:4222,tls://b:4222,c:2379"
     )
     assert strip_passwords("") == ""
@@ -29,7 +29,7 @@ async def test_logs_of_reachable_and_unreachable_servers_hide_passwords(
 ) -> None:
     caplog.set_level(logging.DEBUG, "pdserve")
     async with nats_server(tmp_path) as server:
-        url = server.url.replace("nats://", AS)
+        url = server.url.replace("nats://", SCHEME_AND_PASSWORD)
         (found,) = await check_nats(url, None)
         assert (found.grade, found.text) == ("ok", f"{server.url} answers, JetStream is enabled")
         async with NatsConnection(url, None, "waiting") as connection:
@@ -50,7 +50,7 @@ def test_plan_hides_the_secret(
     path: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file := tmp_path / "graph.yaml").write_text(
-        f"Graph: {{nats: '{AS}127.0.0.1:{free_port('127.0.0.1')}{path}', etcd: '127.0.0.1:1'}}\n"
+        f"Graph: {{nats: '{SCHEME_AND_PASSWORD}127.0.0.1:{free_port('127.0.0.1')}{path}', etcd: '127.0.0.1:1'}}\n"
         "VllmWorker: {model: demo, engine: sim}\n"
     )
     for options in ((), ("--json",)):

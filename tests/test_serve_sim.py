@@ -175,9 +175,7 @@ def test_a_setting_reaches_the_workers(graph: KeyedServe) -> None:
     until(lambda: graph.text.count("settings now: policy threshold, max-local-prefill-length 64") == 2, graph)
 
 
-def test_live_settings_are_of_one_file_and_each_way_to_stop_leaves_nothing(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_live_settings_stay_with_their_file(serve: Serve, tmp_path: Path) -> None:
     """Settings stay when their file is served again, and are printed; another file in the same state directory begins
     without them. The graphs are stopped by Ctrl-C, by closing the terminal, and by SIGINT. The last one logs JSON."""
     with Terminal(serve.command, serve.env) as terminal:
@@ -217,7 +215,7 @@ def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: KeyedSer
         terminal.until("the exit code is 130")
 
 
-def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_the_first_start(
+def test_a_killed_worker_comes_back_with_its_first_configuration(
     graph: KeyedServe,
 ) -> None:
     """The file is changed meanwhile, which has no effect."""
@@ -251,7 +249,7 @@ def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_
     assert graph.chat()[1]
 
 
-def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: KeyedServe) -> None:
+def test_hung_servers_are_reported_and_killed_servers_come_back(graph: KeyedServe) -> None:
     """Live settings survive, although etcd starts empty."""
     assert graph.pdserve("set", "policy=adaptive").returncode == 0
     processes = graph.processes()

@@ -91,7 +91,7 @@ async def test_no_port_reveals_anything_without_credentials(
     assert right in await told(server.port, question, member)
 
 
-async def test_no_prompt_goes_to_a_nats_without_tls(
+async def test_no_prompt_goes_to_an_impostor_of_nats(
     tmp_path: Path, credentials: Credentials, nats_url: str
 ) -> None:
     """Another user of this machine may have taken the port of a server that is down."""

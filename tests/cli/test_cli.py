@@ -61,7 +61,7 @@ def pdserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 def process(*args: object) -> Done:
-    """Run a command such as `serve`, which changes logging and signals, in a new process."""
+    """Run a command in a new process, because `serve` changes logging and signals."""
     command = [sys.executable, "-m", "pdserve", *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
@@ -202,7 +202,7 @@ def test_output_suggests_a_program_that_the_shell_finds(
 
 
 @pytest.mark.parametrize("command", ["serve", "decode", "plan", "doctor"])
-def test_all_commands_refuse_the_same_files_before_anything_starts(
+def test_commands_refuse_a_wrong_file_before_anything_starts(
     pdserve: Run, tmp_path: Path, command: str
 ) -> None:
     file = tmp_path / "graph.yaml"
@@ -248,7 +248,7 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
 
 
-def test_a_file_without_addresses_does_not_say_which_graph_is_meant(
+def test_status_reports_that_its_file_names_no_etcd(
     pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The addresses of systemd's units are in their env file, which a shell has to read first."""

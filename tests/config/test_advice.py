@@ -21,10 +21,9 @@ TEXTS = {
     "demo": DEMO,
     **({path.stem: path.read_text() for path in SAMPLES.glob("dynamo-*.yaml")} if SAMPLES.is_dir() else {}),
 }
-MUTATIONS = 40
-"""Mutations of each text; more than 200 in all if the samples are there."""
+MUTATIONS_PER_TEXT = 40
 KEY = re.compile(r"^( *)([\w-]+):(.*)$")
-OFFERED = (
+FOREIGN_KEYS = (
     "disable-log-requests",
     "enable-log-request",
     "max-num-seq",
@@ -63,7 +62,7 @@ def mutated(text: str, chance: random.Random) -> str:
             line = lines.pop(at)
             lines.insert(min(chance.choice(sections) + 1, len(lines)), f"  {line.strip()}")
         case re.Match() as key, "foreign" if key[1]:
-            lines.insert(at, f"{key[1]}{chance.choice(OFFERED)}: 1")
+            lines.insert(at, f"{key[1]}{chance.choice(FOREIGN_KEYS)}: 1")
         case re.Match() as key, _:
             lines[at] = f"{key[1]}{key[2]}: {chance.choice(['true', '7', 'x', '[a]', '0.5'])}"
     return "\n".join(lines) + "\n"
@@ -100,7 +99,7 @@ def advised(text: str, problem: str) -> str | None:
 @pytest.mark.parametrize("name", TEXTS)
 def test_following_advice_adds_no_problem(tmp_path: Path, name: str) -> None:
     followed = 0
-    for seed in range(MUTATIONS):
+    for seed in range(MUTATIONS_PER_TEXT):
         text = mutated(TEXTS[name], random.Random(f"{name} {seed}"))
         for _ in range(4):
             before = problems(tmp_path, text)
@@ -111,7 +110,7 @@ def test_following_advice_adds_no_problem(tmp_path: Path, name: str) -> None:
             assert len(left) <= len(before), (before, left)
             assert left != before, before
             text, followed = after, followed + 1
-    assert followed > MUTATIONS / 20
+    assert followed > MUTATIONS_PER_TEXT / 20
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,7 @@ def test_keys_of_the_environment_are_added(file: Path) -> None:
     assert {key.name for key in both.keys} == {"alice", ApiKey.of(LONG).name}
 
 
-def test_whether_keys_are_configured(file: Path) -> None:
-    """Keys that cannot be read count as configured. (With such keys, no frontend starts.)"""
+def test_unreadable_keys_count_as_configured(file: Path) -> None:
     assert not requires_key(SecuritySection(), {"PDSERVE_API_KEYS": ""})
     assert requires_key(SecuritySection(), {"PDSERVE_API_KEYS": ","})
     assert requires_key(SecuritySection(api_keys=file), {})

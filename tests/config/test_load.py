@@ -108,8 +108,8 @@ def test_a_dynamo_file_runs_unchanged(tmp_path: Path) -> None:
 
 
 AGGREGATED = "Frontend: {port: 80}\nVllmWorker: {model: demo}\n"
-OVER = "Common: {model: demo, seed: 8}\nVllmWorker: {seed: 4, common-configs: [model, seed]}\n"
-TWO_AND_THREE = frontend("ServiceArgs: {workers: 2}") + "Processor: {ServiceArgs: {workers: 3}}\n"
+OVERRIDDEN_SEED = "Common: {model: demo, seed: 8}\nVllmWorker: {seed: 4, common-configs: [model, seed]}\n"
+TWO_PROCESS_COUNTS = frontend("ServiceArgs: {workers: 2}") + "Processor: {ServiceArgs: {workers: 3}}\n"
 TOOLS = {
     "block-size": 32,
     "enable-auto-tool-choice": True,
@@ -130,12 +130,12 @@ PARSER = processor("enable-auto-tool-choice: true, tool-call-parser: mine, tool-
         (AGGREGATED.replace("demo", "./nowhere"), "model", "FOLDER/nowhere"),
         (AGGREGATED.replace("demo", "Qwen/Qwen3-0.6B"), "model", "Qwen/Qwen3-0.6B"),
         (GOOD.replace("block-size", "block_size"), "decode.engine_args", {"block-size": 32}),
-        (OVER, "decode.engine_args", {"seed": 4}),
+        (OVERRIDDEN_SEED, "decode.engine_args", {"seed": 4}),
         (GOOD, "decode.policy", "adaptive"),
         (worker("max-prefill-queue-size: 3"), "decode.policy", "threshold"),
         (worker("policy: threshold\n  max-local-prefill-length: 3"), "decode.policy", "threshold"),
         (worker("kv-offload: 0"), "decode.kv_offload", 0),
-        (TWO_AND_THREE, "frontend.processes", 3),
+        (TWO_PROCESS_COUNTS, "frontend.processes", 3),
         (PARSER, "decode.engine_args", TOOLS),
         (PARSER, "prefill.engine_args", {"block-size": 32}),
     ],
@@ -172,7 +172,7 @@ Security: {allow: [plain-graph]}
 """
 
 
-REST = """\
+SECURITY_AND_SLO = """\
 Security:
   credentials: secrets
   api-keys: /etc/keys.yaml
@@ -186,7 +186,7 @@ Slo: {ttft: 1.5s, gap: 60 ms}
 def test_all_sections_are_read(tmp_path: Path) -> None:
     """Relative paths are resolved from the file's folder."""
     limits = "port: 80\n  max-wait: 2.5\n  max-waiting: 7\n  max_waiting_tokens: 90\n  max-outputs: 3"
-    sections = GRAPH.replace("Security: {allow: [plain-graph]}\n", REST)
+    sections = GRAPH.replace("Security: {allow: [plain-graph]}\n", SECURITY_AND_SLO)
     config = read(tmp_path, frontend(limits) + sections)
     assert config.frontend == FrontendConfig(
         port=80, max_wait=2.5, max_waiting=7, max_waiting_tokens=90, max_outputs=3
@@ -237,7 +237,7 @@ def test_the_environment_wins(tmp_path: Path) -> None:
     assert (security.credentials, security.allow) == (Path.home() / "secrets", ("no-keys", "plain-http"))
     assert (security.tls_certificate, security.tls_key) == (Path("/c.pem"), Path.cwd() / "key.pem")
     assert "PDSERVE_NATS (Graph.nats)" in config.from_environment
-    assert len(config.from_environment) == len(ENVIRONMENT) + 1  # 1: the folder is a key in both workers
+    assert len(config.from_environment) == len(ENVIRONMENT) + 1  # 1: both workers have kv-offload-folder
     without = read(tmp_path, GOOD, dict.fromkeys(ENVIRONMENT, ""))
     assert (without.nats, without.etcd, without.frontend) == (None, None, FrontendConfig())
 

@@ -24,7 +24,7 @@ _GROWS = {
 MIDDLE = "in the middle"
 """Key, in the result of `events_of`, of each output's chunks without role and finish."""
 CLOSE = 0.002
-"""Largest difference at which two logprobs still count as equal."""
+"""Logprobs that differ by at most this count as equal."""
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
 
@@ -91,7 +91,7 @@ def _mask(value: Any) -> Any:
 def events_of(text: str) -> dict[str, Any]:
     """Normalize a stream of server-sent events, so that the division of tokens into events does not matter. Return the
     kinds of events of each output (`n`) in order, without repetitions, and their joined texts. Roles, finishes, usage,
-    `[DONE]` and chunks after the output's finish are kept even if repeated, so that a repetition is a difference."""
+    `[DONE]` and chunks after the output's finish are kept even if repeated."""
     finished: set[str] = set()
     kinds: dict[str, list[Any]] = {}
     middle: dict[str, list[Any]] = {}

@@ -54,6 +54,6 @@ def _uncached(path: str, name: str) -> Body:
 
 
 def refused(path: str, variants: Mapping[str, Body]) -> Iterator[Request]:
-    """Yield each variant once, with a short prompt, because most are refused."""
+    """Yield each variant once, with a short prompt."""
     for name, fields in variants.items():
         yield Request(f"{path} {name}", path, body(path, **fields))

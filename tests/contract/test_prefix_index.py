@@ -53,7 +53,7 @@ def index(*changes: tuple[str, PrefixesChanged]) -> PrefixIndex:
         ([("a", change([8], size=8)), ("a", change([32], size=32, whole=True))], {"a": 32}),
     ],
 )
-def test_how_much_of_a_prompt_workers_have_cached(
+def test_leading_blocks_of_each_worker_count_as_cached(
     changes: list[tuple[str, PrefixesChanged]], expected: dict[str, int]
 ) -> None:
     assert index(*changes).cached(PromptNames(PROMPT, None)) == expected
@@ -72,7 +72,7 @@ def test_a_prompt_counts_as_cached_where_it_will_be_computed() -> None:
         found.expect("a", PromptNames([number] * 8, None), 8, kv_blocks=14)
     assert len(found) == 3 + 14
     assert found.cached(PromptNames(PROMPT, None)) == {"a": 24}, (
-        "what was reported stays until the worker reports it"
+        "a reported block stays until the worker reports its removal"
     )
     found.apply("a", change([], [24]))
     assert found.cached(PromptNames(PROMPT, None)) == {"a": 16}
@@ -96,9 +96,9 @@ def test_names_of_a_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list(PromptNames(PROMPT[:96], None).reusable(8))) == 11
 
 
-def test_the_last_token_is_never_cached_and_other_prompts_and_salts_do_not_match() -> None:
+def test_other_prompts_and_salts_do_not_match() -> None:
     found = index(("a", change([8, 16, 24])))
-    assert found.cached(PromptNames(PROMPT[:24], None)) == {"a": 16}
+    assert found.cached(PromptNames(PROMPT[:24], None)) == {"a": 16}  # the last token is always computed
     assert found.cached(PromptNames(PROMPT[:8], None)) == found.cached(PromptNames([], None)) == {}
     assert found.cached(PromptNames([*PROMPT[:10], 7, *PROMPT[11:]], None)) == {"a": 8}
     assert found.cached(PromptNames(PROMPT, "salt")) == {}

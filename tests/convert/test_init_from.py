@@ -218,7 +218,9 @@ def test_a_command_line_after_dashes_is_converted(
     assert "graph.yaml exists" in capsys.readouterr().err
 
 
-def test_an_open_server_may_stay_without_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_tls_becomes_a_graph_without_tls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "vllm.yaml").write_text(FLAT)
     assert run(str(tmp_path / "out.yaml"), "--gpu", "--from", str(tmp_path / "vllm.yaml")) == 0
     assert load(tmp_path / "out.yaml", {}).security.allow == ("plain-http",)
@@ -233,7 +235,7 @@ def test_problems_of_a_converted_graph_are_printed(
     assert "max-num-seqs is -4, but must be at least 1." in capsys.readouterr().out
 
 
-def test_a_manifest_that_contains_a_graph(tmp_path: Path) -> None:
+def test_a_manifest_that_contains_a_graph_is_converted(tmp_path: Path) -> None:
     graph = {
         "Common": {"model": "demo"},
         "VllmWorker": {"common-configs": ["model"]},

@@ -69,7 +69,7 @@ def test_arguments_without_a_value_in_the_file_are_left_out() -> None:
         "python -m dynamo.frontend --http-port 80",
     ],
 )
-def test_scripts_that_start_no_server(tmp_path: Path, script: str) -> None:
+def test_scripts_that_start_no_server_are_refused(tmp_path: Path, script: str) -> None:
     (tmp_path / "run.sh").write_text(script)
     with pytest.raises(ConfigError, match="starts no vLLM server"):
         servers_of(str(tmp_path / "run.sh"))
@@ -231,7 +231,7 @@ def test_a_graph_without_a_model_says_so(tmp_path: Path) -> None:
         load(tmp_path / "g.yaml", {})
 
 
-def test_a_file_name_with_a_space_is_quoted_and_an_existing_graph_stays(
+def test_init_quotes_a_file_name_and_overwrites_no_graph(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = tmp_path / "v.yaml", tmp_path / "a b.yaml"

@@ -28,7 +28,7 @@ from pdserve.util.errors import ConfigError
         ("[Service]\nExecStart=/opt/a b\\\n c", ["/opt/a", "b", "c"]),
     ],
 )
-def test_the_words_of_a_command(script: str, words: list[str]) -> None:
+def test_commands_are_split_into_words(script: str, words: list[str]) -> None:
     assert words in list(commands_of(script))
 
 

@@ -16,7 +16,7 @@ SERVICE_KEYS = {
     *("build", "image", "command", "profiles", "depends_on", "restart", "stop_grace_period", "healthcheck"),
     *("environment", "ports", "volumes", "network_mode", "ipc", "cap_add", "ulimits", "deploy"),
 }
-"""the service keys of the Compose specification that we use, so that a misspelt one is found"""
+"""The service keys that our files use, so that a misspelt key is found."""
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
 
 

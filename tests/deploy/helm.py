@@ -24,7 +24,7 @@ OPEN = "\nSecurity: {allow: [plain-http]}\n"
 TLS = "\nSecurity: {tls-certificate: /etc/pdserve/tls/tls.crt, tls-key: /etc/pdserve/tls/tls.key}\n"
 PEM = dict.fromkeys(("ca.pem", "node.pem", "node-key.pem"), "PEM")
 FILES = {name: (CONFIGS / f"{name}.yaml").read_text() for name in ("disagg", "both", "agg", "local")}
-SPANS = """
+SEVERAL_HOSTS = """
 Frontend: {port: 8000}
 VllmWorker: {model: big, remote-prefill: true, tensor-parallel-size: 4, nnodes: 2, ServiceArgs: {workers: 3}}
 PrefillWorker: {model: big, tensor-parallel-size: 2}
@@ -72,7 +72,7 @@ COMBINATIONS: dict[str, Object] = {
     },
     "certificates": {"credentials": {"existingSecret": "", "certManager": True}},
     "joined": {"join": "first"},
-    "hosts": {"config": SPANS + OPEN},
+    "hosts": {"config": SEVERAL_HOSTS + OPEN},
     "cluster": {
         "fullnameOverride": "llm",
         "commonLabels": {"example.org/cost": "serving"},

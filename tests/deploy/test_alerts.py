@@ -50,7 +50,7 @@ async def loaded(url: str, clients: int, headers: dict[str, str] | None = None) 
 
 
 @pytest.mark.timeout(600)
-async def test_too_much_load(tmp_path: Path) -> None:
+async def test_too_much_load_fires_alerts(tmp_path: Path) -> None:
     """Requests wait for seconds and break their SLO, the queues are full, and clients get 429. Also, the graph's
     certificate expires in a week, and the disk of batches is small."""
     sections = simulated(
@@ -72,7 +72,7 @@ async def test_too_much_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_failures_that_come_again(tmp_path: Path) -> None:
+async def test_repeated_failures_fire_alerts(tmp_path: Path) -> None:
     """Remote prefills fail, an engine stalls, decode workers die, all workers hang, and at last the frontends hang."""
     speed = {"prefill-rate": 400, "step-seconds": 0.02, "stop-signal": int(STOP_ENGINE)}
     sections = simulated(speed, graph={"drain-timeout": 5})
@@ -107,7 +107,7 @@ async def test_failures_that_come_again(tmp_path: Path) -> None:
             await until(graph.well, 60)
 
 
-def test_an_etcd_whose_database_grows(tmp_path: Path) -> None:
+def test_a_growing_etcd_fires_its_alert(tmp_path: Path) -> None:
     """A key is overwritten, which grows the database, until the alert of a full etcd fires."""
     port, peers = free_port("127.0.0.1"), free_port("127.0.0.1")
     url, etcdctl = f"http://127.0.0.1:{port}", etcd_binary().with_name("etcdctl")

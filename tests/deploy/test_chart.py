@@ -40,7 +40,14 @@ CUSTOM = {
     "gateway.networking.k8s.io/v1",
     "monitoring.coreos.com/v1",
 }
-KNOWN = {*VARIABLES, "PDSERVE_API_KEYS", "POD_NAME", "HF_TOKEN", GROUP_VARIABLE, "PDSERVE_NODE_RANK"}
+KNOWN_VARIABLES = {
+    *VARIABLES,
+    "PDSERVE_API_KEYS",
+    "POD_NAME",
+    "HF_TOKEN",
+    GROUP_VARIABLE,
+    "PDSERVE_NODE_RANK",
+}
 
 
 def test_lint() -> None:
@@ -111,7 +118,7 @@ def test_pods_may_do_no_more_than_they_need(name: str) -> None:
         pod = each.pod["spec"]
         assert pod["automountServiceAccountToken"] is False
         assert pod["enableServiceLinks"] is False, "variables of a Service would be taken for pdserve's own"
-        assert each.env.keys() <= KNOWN
+        assert each.env.keys() <= KNOWN_VARIABLES
         user = pod["securityContext"]
         assert user["runAsNonRoot"]
         if name == "cluster":  # OpenShift chooses the ids
@@ -312,7 +319,7 @@ CPU_OFFLOAD = "kv-offload: 32GiB, ServiceArgs: {resources: {gpu: 0}}"
         ({"config": "Frontend: {port: 80}"}, "Security.allow: [plain-http]"),
     ],
 )
-def test_values_that_cannot_work_are_refused_with_what_to_do(values: Object, says: str) -> None:
+def test_values_that_cannot_work_are_refused_with_advice(values: Object, says: str) -> None:
     assert says in refusal({**SECRETS, **values})
 
 

@@ -1,5 +1,5 @@
-"""pdserve's command line, loader and plan accept the pods' arguments, environment and YAML. Faults of other
-charts do not happen; "Complaint" names the threads in which their users report them."""
+"""pdserve's command line, loader and plan accept the pods' arguments, environment and YAML. Faults that
+users of other charts report do not happen here; "Complaint" names these reports."""
 
 import os
 import re
@@ -189,7 +189,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize("target", REACHED)
-def test_which_components_reach_a_port(target: str) -> None:
+def test_only_the_listed_components_reach_a_port(target: str) -> None:
     found: dict[str, set[str]] = {}
     for source in ALL:
         for port in _reaches(combination("demo"), source, target):
@@ -197,7 +197,7 @@ def test_which_components_reach_a_port(target: str) -> None:
     assert found == REACHED[target]
 
 
-def test_members_of_a_cluster_reach_each_other_and_a_joined_model_its_graph() -> None:
+def test_members_of_clusters_and_joined_graphs_are_reached() -> None:
     clusters, joined = combination("clusters"), combination("joined")
     assert _reaches(clusters, "nats", "nats") == {"routes"}
     assert _reaches(clusters, "etcd", "etcd") == {"client", "peers"}

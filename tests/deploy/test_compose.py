@@ -33,7 +33,7 @@ CLUSTER = "docker-compose.cluster.yml"
 
 
 @pytest.mark.parametrize("files", [(BASE,), (BASE, GPU), (CLUSTER,)], ids=["cpu", "gpu", "cluster"])
-def test_keys_exist_images_are_pinned_and_data_is_kept(files: tuple[str, ...]) -> None:
+def test_services_have_known_keys_pinned_images_and_volumes(files: tuple[str, ...]) -> None:
     compose = load(*files)
     assert set(compose) == {"name", "services", "volumes"}
     for name, service in compose["services"].items():

@@ -120,7 +120,7 @@ def watched(folder: Path, running: RunningGraph) -> Iterator[Watched]:
 
 
 @pytest.mark.timeout(600)
-async def test_under_serve(tmp_path: Path) -> None:
+async def test_outages_under_serve_fire_their_alerts(tmp_path: Path) -> None:
     async with started(_file(tmp_path), tmp_path, print, workers=2) as running:
         with watched(tmp_path, running) as graph:
             await outages(graph, partial(send_to, running))
@@ -138,7 +138,7 @@ def _is(command: Sequence[str], name: str) -> bool:
 
 
 @pytest.mark.timeout(600)
-async def test_without_serve(tmp_path: Path) -> None:
+async def test_outages_without_serve_fire_their_alerts(tmp_path: Path) -> None:
     """At the end, the prefill workers, a frontend, NATS and etcd are killed, and nothing restarts them until their
     alerts fire."""
     async with started_without_serve(_file(tmp_path), tmp_path, print, workers=2) as running:

@@ -57,7 +57,7 @@ def test_each_unit_runs_a_role_with_its_own_ports() -> None:
     assert min(after - before for before, after in zip(sorted(ports), sorted(ports)[1:], strict=False)) >= 10
 
 
-def test_one_file_more_changes_the_settings_of_one_unit() -> None:
+def test_a_unit_may_have_its_own_settings_file() -> None:
     """The file can also set the graph's file and the index, for a second model. systemd reads the files in order, after
     `Environment=`."""
     files = re.findall(r"^EnvironmentFile=(.*)$", COMMON, re.M)

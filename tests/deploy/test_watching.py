@@ -38,7 +38,7 @@ def test_promtool_accepts_the_configuration_and_its_commented_options(tmp_path: 
         assert checked.returncode == 0, checked.stderr
 
 
-def test_each_alert_comes_when_it_should() -> None:
+def test_each_alert_fires_when_it_should() -> None:
     file = Path(__file__).with_name("alerts.yml")
     tested = promtool("test", "rules", str(file))
     assert tested.returncode == 0, tested.stdout + tested.stderr
@@ -75,7 +75,7 @@ def _missing(ours: Any, known: Any, at: str) -> list[str]:
     return [] if ours == known else [at]
 
 
-def test_a_panel_says_what_it_shows_and_where_it_is_from() -> None:
+def test_panels_have_description_unit_and_source() -> None:
     for panel in PANELS:
         if panel["type"] != "row":
             assert panel["description"], panel["title"]

@@ -48,7 +48,7 @@ def identity_cases() -> list[Case]:
 
 def _shared_prefixes(chance: random.Random) -> list[Case]:
     """Three prompts that share 640 leading tokens. After the prefix hit, the second has 60 tokens left to compute
-    (local prefill) and the third 700 (remote prefill that transfers only their KV)."""
+    (local prefill) and the third 700 (remote prefill that transfers the KV of these 700 only)."""
     prefix = _tokens(chance, 640)
     return [
         Case("prefix-first", prefix + _tokens(chance, 10)),

@@ -26,7 +26,7 @@ def test_a_plain_engine_agrees_with_itself(plain_engine: dict[str, list[list[int
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-async def test_tokens_of_every_length(
+async def test_prompts_of_every_length_get_the_same_tokens(
     graph: RealGraph, cases: list[Case], reference: dict[str, list[int]], length: int
 ) -> None:
     case = next(case for case in cases if case.name == f"length-{length}")
@@ -35,7 +35,7 @@ async def test_tokens_of_every_length(
     assert answer.prefill == ("remote" if length > LOCAL_LIMIT else "local")
 
 
-async def test_tokens_after_prefix_hits(
+async def test_prompts_with_prefix_hits_get_the_same_tokens(
     graph: RealGraph, cases: list[Case], reference: dict[str, list[int]]
 ) -> None:
     by_name = {case.name: case for case in cases}
@@ -46,7 +46,7 @@ async def test_tokens_after_prefix_hits(
         assert answer.prefill == prefill, name
 
 
-async def test_tokens_of_parallel_requests(
+async def test_parallel_requests_get_the_same_tokens(
     graph: RealGraph, cases: list[Case], reference: dict[str, list[int]]
 ) -> None:
     answers = await all_at_once(graph, cases)

@@ -61,7 +61,7 @@ def request(name: str, *parts: dict[str, Any], differs: str = "", **more: Any) -
 SOURCE = {"type": "base64", "media_type": "image/png", "data": RED.partition(",")[2]}
 NO_IMAGE = part("data:image/png;base64,AAAA")
 AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
-ELSEWHERE = "`image_url` without an image in it"
+NOT_INLINE = "`image_url` without an image in it"
 REQUESTS = [
     request("an image", part(RED)),
     request("a stream", part(RED), stream=True, stream_options={"include_usage": True}),
@@ -72,10 +72,10 @@ REQUESTS = [
     Request("responses API", RESPONSES, {"model": "demo", "max_output_tokens": 8, "temperature": 0, "input":
             [{"role": "user", "content": [{"type": "input_image", "image_url": RED, "detail": "auto"}]}]}),
     request("no PNG", NO_IMAGE),
-    request("no base64", part("data:image/png,AAAA"), differs=ELSEWHERE),
+    request("no base64", part("data:image/png,AAAA"), differs=NOT_INLINE),
     request("no data", part("data:image/png;base64,")),
-    request("file URL", part("file:///etc/passwd"), differs=ELSEWHERE),
-    request("no URL", part("x"), differs=ELSEWHERE),
+    request("file URL", part("file:///etc/passwd"), differs=NOT_INLINE),
+    request("no URL", part("x"), differs=NOT_INLINE),
     request("no image_url", {"type": "image_url"}),
     request("URL a number", {"type": "image_url", "image_url": {"url": 1}}),
     request("image_url a text", {"type": "image_url", "image_url": RED}),
@@ -84,7 +84,7 @@ REQUESTS = [
     request("no PNG, stream", NO_IMAGE, stream=True),
     request("too many", *[part(RED)] * 17, differs="images of a prompt"),
     request("too large", part(data(png("red", (8000, 5000)))), differs="pixels of a request's images"),
-    request("http URL", part("http://127.0.0.1:9/red"), differs=ELSEWHERE),
+    request("http URL", part("http://127.0.0.1:9/red"), differs=NOT_INLINE),
     request("with uuid", part(RED, uuid="mine")),
     request("another image, same uuid", part(BLUE, uuid="mine"), differs="`uuid` of an image"),
 ]  # fmt: skip

@@ -112,7 +112,7 @@ async def test_evicted_conversations_are_loaded_again(
     ] == []
 
 
-async def test_tokens_are_right_with_more_requests_at_once_than_the_caches_hold(
+async def test_tokens_are_right_when_requests_exceed_the_caches(
     offloading: RealGraph, cases: list[Case], reference: dict[str, list[int]]
 ) -> None:
     for _ in range(2):

@@ -90,7 +90,7 @@ def spanning(tmp_path: Path) -> Iterator[Spanning]:
         yield Spanning(net, tmp_path)
 
 
-def test_a_worker_on_two_hosts_equals_one_engine_and_its_requests_survive_a_lost_host(
+def test_requests_of_a_worker_on_two_hosts_survive_a_lost_host(
     spanning: Spanning,
 ) -> None:
     spanning.until_both_sides_work()

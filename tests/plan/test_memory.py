@@ -62,8 +62,8 @@ def test_blocks_are_as_given_or_unknown(qwen: ModelFacts) -> None:
     assert (partial.blocks, partial.max_concurrency) == (4, 2.0), "a partial block counts as a whole one"
 
 
-def test_room_for_adapters_as_in_a_cpu_engine_of_the_demo_model(qwen: ModelFacts) -> None:
-    """13,631,488 bytes in vLLM 0.32: the sum of all `lora_*_stacked` of its layers."""
+def test_adapters_get_the_memory_that_vllm_allocates(qwen: ModelFacts) -> None:
+    """A CPU engine of vLLM 0.32 with the demo model allocates 13,631,488 bytes: all `lora_*_stacked` of its layers."""
     args = {"enable-lora": True, "max-loras": 4, "max-lora-rank": 64, "dtype": "float32"}
     assert size(read_model(MODEL_DIR), args, None, cpu_kv=GIB).adapters == 13_631_488
     without, halved = size(qwen, {}, A10), size(qwen, {**args, "dtype": "auto"}, A10)
@@ -86,8 +86,10 @@ EXPERTS = {"enable-lora": True, "max-loras": 4, "max-lora-rank": 64}
         ("Qwen2.5-7B", {}, 0),
     ],
 )
-def test_room_for_adapters_of_experts(family: str, args: dict[str, object], numbers: int) -> None:
-    """vLLM's FusedMoEWithLoRA allocates this number of bytes for the experts of a rank."""
+def test_adapters_of_experts_get_the_memory_that_vllm_allocates(
+    family: str, args: dict[str, object], numbers: int
+) -> None:
+    """For the experts of a rank, vLLM's FusedMoEWithLoRA allocates 2 bytes x 4 adapters x LoRA rank 64 x `numbers`."""
     model = read_model(FOLDERS / family)
     dense = replace(model, experts=0)
     size_of = adapter_bytes(model, {**EXPERTS, **args}) - adapter_bytes(dense, {**EXPERTS, **args})
@@ -132,7 +134,9 @@ QWEN_72B = dense(80, 64, 8, 128, 8192, 29568, 152064, positions=32768)
         (QWEN_1_5B, 1, 1, 2.89),
     ],
 )
-def test_weights_as_vllm_logs_them(model: ModelFacts, tensor: int, pipeline: int, logged: float) -> None:
+def test_weights_equal_those_that_vllm_logs(
+    model: ModelFacts, tensor: int, pipeline: int, logged: float
+) -> None:
     args = {"tensor-parallel-size": tensor, "pipeline-parallel-size": pipeline}
     assert weight_bytes(model, args, on_cpu=False) / GIB == pytest.approx(logged, abs=0.011)
 
@@ -175,7 +179,7 @@ MISSED: list[Log] = [
 @pytest.mark.parametrize(
     ("log", "tolerance"), [*((log, 0.05) for log in LOGS), *((log, 0.10) for log in MISSED)]
 )
-def test_kv_space_as_vllm_logs_it(log: Log, tolerance: float) -> None:
+def test_kv_space_is_near_what_vllm_logs(log: Log, tolerance: float) -> None:
     model, card, total, share, args, logged = log
     planned = size(model, {**args, "gpu-memory-utilization": share}, Gpu(0, card, int(total * GIB))).kv_space
     assert planned is not None
@@ -184,7 +188,7 @@ def test_kv_space_as_vllm_logs_it(log: Log, tolerance: float) -> None:
 
 @pytest.mark.parametrize(("batched", "logged"), [(10240, 809), (32768, 478)])
 @pytest.mark.parametrize("eager", [True, False])
-def test_blocks_of_the_14b_model_on_two_a10s(
+def test_blocks_of_the_14b_model_are_near_those_logged(
     qwen: ModelFacts, batched: int, logged: int, eager: bool
 ) -> None:
     args = {"block-size": 64, "gpu-memory-utilization": 0.9, "enforce-eager": eager}
@@ -202,7 +206,7 @@ def folder_with(tmp_path: Path, tensors: dict[str, tuple[str, int]], missing: in
     return tmp_path
 
 
-def test_weights_from_headers(tmp_path: Path) -> None:
+def test_weights_are_read_from_headers(tmp_path: Path) -> None:
     tensors = {"a": ("BF16", 1000), "b": ("BF16", 24), "scale": ("F8_E4M3", 10), "c": ("F32", 4000)}
     model = read_model(folder_with(tmp_path, tensors))
     assert model.stored == {"BF16": 1024, "F8_E4M3": 10, "F32": 4000}

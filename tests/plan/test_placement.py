@@ -31,7 +31,7 @@ def request(name: str, gpus: float, *pinned: int) -> GpuRequest:
         pytest.param([("d", 2, 3, 1)], range(4), [(3, 1)], id="pinned GPUs keep their order"),
     ],
 )
-def test_placements(
+def test_workers_are_placed_on_gpus(
     requests: list[tuple[str, float]], gpus: list[int], expected: list[tuple[int, ...]]
 ) -> None:
     found, problems = place([request(*wanted) for wanted in requests], gpus)
@@ -48,7 +48,9 @@ def test_placements(
         ([("d", 1, 0), ("p", 1)], [0], "The graph needs 2 GPUs (1 for d, 1 for p), found 1: "),
     ],
 )
-def test_placement_problems(requests: list[tuple[str, float]], gpus: list[int], problem: str) -> None:
+def test_requests_without_enough_gpus_are_a_problem(
+    requests: list[tuple[str, float]], gpus: list[int], problem: str
+) -> None:
     found, (told,) = place([request(*wanted) for wanted in requests], gpus)
     assert told.startswith(problem)
     assert set(found) == {name for name, *_ in requests}

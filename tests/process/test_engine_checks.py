@@ -82,7 +82,7 @@ async def stalls(engine: SimEngine, gpus: tuple[int, ...] = ()) -> AsyncIterator
     await asyncio.gather(watching, return_exceptions=True)
 
 
-async def test_an_engine_is_stalled_before_it_is_dead_and_until_it_replies(
+async def test_a_hung_engine_is_stalled_until_it_replies(
     engine: SimEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_checks, "HANGS_AFTER", 60.0)

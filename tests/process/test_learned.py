@@ -59,7 +59,7 @@ def test_the_seconds_per_prompt_token_are_learned(
         (5.0, 100 * HALF_LIFE, 1.0, 1.0),
     ],
 )
-def test_a_slow_value_decays_to_the_other_one_with_time(
+def test_a_slow_value_decays_to_the_other_value(
     value: float | None, age: float, other: float | None, expected: float | None
 ) -> None:
     assert decayed(value, age, other) == (expected if expected is None else pytest.approx(expected))

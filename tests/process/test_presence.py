@@ -31,7 +31,9 @@ def card(fingerprint: str, generation: int = 0, created: int = 0) -> ModelCard:
         "a return to older weights is newer, too",
     ],
 )
-def test_the_generation_of_a_card(own: ModelCard, registered: list[ModelCard], expected: int) -> None:
+def test_a_changed_card_gets_a_newer_generation(
+    own: ModelCard, registered: list[ModelCard], expected: int
+) -> None:
     assert generation(own, registered) == expected
 
 

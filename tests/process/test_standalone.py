@@ -86,7 +86,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
             await asyncio.to_thread(terminal.until, "running requests may finish")
             await asyncio.sleep(SAME_STOP)
             terminal.type("\x03")
-            # not only after the 30 s in which the client may begin its body
+            # at once, though the client has 30 s to begin its body
             await asyncio.to_thread(terminal.until, "the exit code is 0", 20)
             writer.close()
         assert "second signal" in terminal.text

@@ -152,7 +152,7 @@ async def test_two_processes_that_claim_one_key_do_not_write_without_end(
         await seen.until({"a": b"2"})
 
 
-async def test_a_process_keeps_its_keys_and_vanishes_with_its_lease_when_it_is_killed(
+async def test_a_killed_process_vanishes_when_its_lease_ends(
     shared: SharedEtcd,
 ) -> None:
     script = (

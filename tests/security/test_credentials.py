@@ -110,7 +110,7 @@ def test_an_invalid_host_name_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-async def test_nats_starts_as_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_nats_starts_by_the_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The started NATS accepts messages as large as a NATS of `serve` does."""
     make_credentials(tmp_path / "secrets")
     text = capsys.readouterr().out.replace("\\\n", "")

@@ -239,7 +239,7 @@ def _last_report(graph: Graph, name: str) -> SlotState:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_role_that_is_missing_in_etcd_for_long_is_stopped_and_started_again(
+async def test_a_role_that_is_missing_in_etcd_is_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     """A healthy role finishes its requests; a hung role is killed."""

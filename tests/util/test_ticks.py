@@ -23,7 +23,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (10.25, 1.0, 1.05),  # the timer was early: the tick at 10.3 is skipped
     ],
 )
-def test_ticks_of_all_intervals_are_the_same_moments(
+def test_all_intervals_share_their_ticks(
     at: pytest.MonkeyPatch, now: float, interval: float, seconds: float
 ) -> None:
     at.setattr(time, "monotonic", lambda: now)

@@ -42,13 +42,13 @@ PATIENCE = 120.0
 """seconds after which a request counts as unanswered"""
 REMOTE_WITHIN = 60.0
 """seconds after a replacement within which a prompt must be prefilled remotely"""
-FIRST = "40fa7c474af0c230c0e4dd95fd41a9e90ce8340b"
+RELEASE_0_1_0 = "40fa7c474af0c230c0e4dd95fd41a9e90ce8340b"
 ANSWERS = """
 SimModel.next_token = lambda self, context, salt=0: (
     self.first_token + zlib.crc32(struct.pack(f"<{len(context) + 1}q", *context, salt)) % self.tokens
 )
 """
-"""Code added to the build `FIRST`: its simulated engines generate the tokens of newer ones, because both builds must
+"""Code added to `RELEASE_0_1_0`: its simulated engines generate the tokens of newer ones, because both builds must
 serve one model."""
 SETTLE = 40.0
 """Seconds until all KV must be free: longer than a KV lease."""
@@ -63,7 +63,7 @@ def build_of(commit: str, folder: Path) -> Path:
         raise Unavailable(f"no build of {commit}: {archive.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(folder, filter="data")
-    if commit == FIRST:
+    if commit == RELEASE_0_1_0:
         with (folder / "pdserve/engine/sim/model.py").open("a") as model:
             model.write(ANSWERS)
     return folder
@@ -117,8 +117,8 @@ class Rolled:
 
     async def replace(self, build: Path, load: JudgedLoad) -> None:
         """Replace the process of each slot in turn with one of this build. After each, wait for a remote prefill,
-        except after the last prefill worker. If that one is of the last release, so are all prefill workers, from which
-        newer decode workers read no KV (`records.MIN_KV_WIRE`)."""
+        except after the last prefill worker: decode workers may read no KV from prefill workers of an older build
+        (`records.MIN_KV_WIRE`)."""
         for role, count in WORKERS.items():
             for index in range(count):
                 await self.end(role, index)

@@ -81,7 +81,7 @@ def crossing(sender: Protocol, reader: Protocol, root: str) -> Iterator[str]:
 
 
 def without_new(problems: Iterator[str]) -> list[str]:
-    """Leave out fields that an older sender does not know, because they have defaults."""
+    """Leave out problems with fields that an older sender does not know: these fields have defaults."""
     return [problem for problem in dict.fromkeys(problems) if "is not sent any more" not in problem]
 
 

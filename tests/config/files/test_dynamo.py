@@ -109,7 +109,7 @@ def test_keys_without_a_meaning_are_noted_and_change_nothing(tmp_path: Path) -> 
         (FILE.replace("max-model-len, router]", "max-model-len]"), "kv", "means Processor.router here."),
     ],
 )
-def test_a_router_of_a_worker_or_of_common_becomes_the_processors(
+def test_the_frontend_gets_the_router_of_the_file(
     tmp_path: Path, text: str, router: str, said: str | None
 ) -> None:
     config = read(tmp_path, text)
@@ -159,7 +159,7 @@ def test_mock_workers_are_simulated(tmp_path: Path) -> None:
     assert (decode.engine, prefill.engine, prefill.count) == ("sim", "sim", 2)
 
 
-def test_the_workers_of_vllm_v1_examples(tmp_path: Path) -> None:
+def test_section_names_of_vllm_v1_examples_load(tmp_path: Path) -> None:
     """Dynamo 0.3 has other section names in `examples/vllm_v1`."""
     common = "  common-configs: [model, kv-transfer-config, served_model_name]\n"
     text = (
@@ -180,7 +180,7 @@ def test_the_workers_of_vllm_v1_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["block-size: 128", "tensor-parallel-size: 8"])
-def test_a_workers_argument_in_the_processor_is_dropped(tmp_path: Path, key: str) -> None:
+def test_a_workers_argument_in_the_processor_is_noted(tmp_path: Path, key: str) -> None:
     text = FILE.replace("  router-num-threads: 4\n", f"  {key}\n").replace(
         "Processor:\n", "Processor:\n  model: demo\n"
     )
@@ -189,7 +189,7 @@ def test_a_workers_argument_in_the_processor_is_dropped(tmp_path: Path, key: str
     )
 
 
-def test_a_removed_argument_with_an_effect_is_a_problem_that_says_what_to_write(tmp_path: Path) -> None:
+def test_a_removed_argument_is_refused_with_its_replacement(tmp_path: Path) -> None:
     text = FILE.replace(
         "  priority-queue: shortest", "  rope-scaling: '{}'\n  guided-decoding-backend: xgrammar"
     )
@@ -245,9 +245,7 @@ def test_refused_keys_say_what_to_write(tmp_path: Path, old: str, new: str, said
 
 
 @pytest.mark.parametrize(("size", "said"), [(16, "set nnodes"), (3, "see pdserve plan --role")])
-def test_advice_if_one_worker_or_all_need_more_gpus_than_a_host_has(
-    tmp_path: Path, size: int, said: str
-) -> None:
+def test_a_lack_of_gpus_is_reported_with_advice(tmp_path: Path, size: int, said: str) -> None:
     sized = FILE.replace("gpu: '1'", f"gpu: '{size}'").replace(
         "  router: kv", f"  tensor-parallel-size: {size}"
     )

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixt
 HELLO = "Hello, how are you?"
 THOUGHTS = "Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a door"
 ANSWER = " then ask me for it."
-OLD: list[Body] = [
+EARLIER_TURNS: list[Body] = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "reasoning": "I think.", "content": "Yes."},
     {"role": "user", "content": HELLO},
@@ -32,9 +32,9 @@ IN_CHAT: dict[str, Body] = {
     "effort none": {"reasoning_effort": "none"},
     "then JSON": {"response_format": schema(FORECAST)},
     "then a regex": {"structured_outputs": {"regex": "[a-c]{4}"}},
-    "turns": {"messages": OLD},
+    "turns": {"messages": EARLIER_TURNS},
     "an open thought": {
-        "messages": [*OLD, {"role": "assistant", "content": "<think>I am"}],
+        "messages": [*EARLIER_TURNS, {"role": "assistant", "content": "<think>I am"}],
         "add_generation_prompt": False,
         "continue_final_message": True,
     },

@@ -33,7 +33,7 @@ def stream(*chunks: dict[str, object]) -> object:
         ((FIRST, NEXT, LAST), (FIRST, NEXT, JOINED), False),
     ],
 )
-def test_only_the_grouping_of_tokens_makes_no_difference(
+def test_the_grouping_of_tokens_makes_no_difference(
     ours: tuple[dict[str, object], ...], theirs: tuple[dict[str, object], ...], same: bool
 ) -> None:
     assert (not list(differences(stream(*ours), stream(*theirs)))) is same

@@ -137,7 +137,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 
 
 def test_a_cached_prompt_gets_the_same_response(pair: Pair) -> None:
-    """The prompts share 320 tokens. The client does not see where the KV came from."""
+    """The prompts share 320 tokens."""
     prompt = ids("again", 320)
     for end in ([], [300], [301, 302]):
         pair.same(completion("again", [*prompt, *end], **USAGE))

@@ -86,7 +86,7 @@ def test_responses_equal_vllms_after_a_remote_prefill(pair: Pair, path: str) -> 
     pair.remote(ours)
 
 
-def test_logprobs_of_chosen_token_ids(pair: Pair) -> None:
+def test_logprobs_of_chosen_token_ids_equal_vllms(pair: Pair) -> None:
     """Requests are sent one by one: in a batch, vLLM 0.32 returns the logprob of a wrong token (minus infinity)."""
     fields: Body = {"logprobs": True, "logprob_token_ids": [300, 301], "max_tokens": 4}
     for name, asked in (("whole", fields), ("streamed", {**fields, "stream": True})):

@@ -103,7 +103,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_OUTPUTS)
-def test_a_refused_stream_gets_the_error_of_the_same_request_without_stream(pair: Pair, name: str) -> None:
+def test_a_stream_is_refused_with_the_same_error(pair: Pair, name: str) -> None:
     whole, stream = (
         Request(name, CHAT, body(CHAT, **BAD_OUTPUTS[name], stream=stream)) for stream in (False, True)
     )

@@ -47,7 +47,7 @@ async def test_a_failing_callback_does_not_end_the_reader() -> None:
     assert (end.code, end.last_lines[-1]) == (0, "49")
 
 
-async def test_environment_stdin_process_group_and_session_of_a_child() -> None:
+async def test_a_child_has_its_own_process_group_and_no_input() -> None:
     _, lines = await run(
         "import os, sys; print(os.environ['COLOUR'], repr(sys.stdin.read()))\n"
         "print(os.getpgid(0) == os.getpid(), os.getsid(0))",
