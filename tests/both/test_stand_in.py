@@ -52,7 +52,7 @@ def standing_in(graph: WorkerGraph) -> set[str]:
     return {worker.id for worker in map(decode_instance, records) if worker.is_stand_in}
 
 
-async def test_a_prefill_worker_stands_in_if_its_responses_are_equal(
+async def test_a_prefill_worker_stands_in_if_it_responds_like_decode_workers(
     graph: WorkerGraph, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without VllmWorker in the file, the loader cannot compare the arguments; the workers do."""

@@ -62,7 +62,7 @@ async def test_a_prompt_does_not_wait_long_when_all_workers_are_busy(pair: BothW
     assert {answered.way for answered in answers} <= {("remote", "long"), ("local", "own")}
 
 
-async def test_a_prompt_that_its_own_worker_pulls_is_prefilled_locally_and_counts_as_no_failure(
+async def test_a_prompt_that_its_own_worker_pulls_counts_as_no_failure(
     pair: BothWorkers,
 ) -> None:
     pair.b.engine.faults.going.clear()
@@ -123,7 +123,7 @@ async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: Bot
     assert (await pair.b.frontend.failure(stream)).retry, "another worker continues it"
 
 
-async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_it_is_read(
+async def test_a_drained_worker_finishes_prompts_and_streams(
     pair: BothWorkers,
 ) -> None:
     await pair.a.frontend.stream()

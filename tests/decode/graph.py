@@ -48,8 +48,7 @@ from tests.memory.registry import MemoryRegistry, MemoryServer
 W = TypeVar("W", bound=EngineWorker)
 SHORT = list(range(3, 23))
 LONG = list(range(103, 603))
-MOST = 8192
-"""Most tokens of a prompt and its output."""
+MAX_MODEL_LEN = 8192
 _numbers = count()
 
 
@@ -68,10 +67,10 @@ def failing(reason: str, times: int = 1) -> Iterator[None]:
 
 @dataclass
 class Answered:
-    """A frontend's messages for one request, which asked for at most `most` tokens."""
+    """A frontend's messages for one request."""
 
     prompt: list[int]
-    most: int
+    max_tokens: int
     placed: Placed | None = None
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
@@ -90,7 +89,7 @@ class Answered:
     def check(self) -> None:
         """Assert that the tokens are right, and complete unless the request failed."""
         assert self.tokens == expected(self.prompt, len(self.tokens))
-        assert self.failed or len(self.tokens) == min(self.most, MOST - len(self.prompt))
+        assert self.failed or len(self.tokens) == min(self.max_tokens, MAX_MODEL_LEN - len(self.prompt))
 
 
 class FrontendStream(Lifetime):

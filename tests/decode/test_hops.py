@@ -167,7 +167,7 @@ async def test_hops_of_a_redelivered_prompt(graph: WorkerGraph, frontend: Fronte
     ],
     ids=["queue time unknown", "times longer than the wait", "delivered again"],
 )
-def test_the_hops_of_a_remote_prefill_are_as_long_as_the_wait_for_it(
+def test_the_hops_of_a_remote_prefill_add_up_to_its_wait(
     pulled: list[tuple[str, float]], queued: float, computed: float, expected: list[tuple[str, float, float]]
 ) -> None:
     hops = RequestHops(100.0)

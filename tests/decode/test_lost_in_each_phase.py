@@ -17,8 +17,8 @@ from tests.engine.sims import body, collect, spec
 pytestmark = pytest.mark.usefixtures("impatient", "brief_transfers")
 
 VICTIM, SPARE = "prefill-victim", "prefill-spare"
-BOUND = 7.0
-"""seconds within which the response must end; longer than the prompt's timeout before any speed is measured"""
+END_WITHIN = 7.0
+"""seconds; longer than the timeout of a prompt before any speed is measured"""
 
 
 class Phase(IntEnum):
@@ -68,7 +68,7 @@ async def test_the_request_does_not_fail_and_ends_in_time(phase: Phase, fault: F
         if fault is not Fault.HANG:
             await victim.leave()
         assert not (await frontend.end_of(request_id)).failed
-        assert time.monotonic() - asked < BOUND
+        assert time.monotonic() - asked < END_WITHIN
         await until(lambda: graph.depth == 0)
         await graph.frees_all()
         await spare.frees_all()

@@ -1,4 +1,4 @@
-"""Which frontend a decode worker asks to preempt requests, and how many; and how often it checks."""
+"""Which frontend a decode worker asks to preempt, how many requests, and when it checks."""
 
 import asyncio
 

@@ -27,7 +27,7 @@ def part(tokens: int, **changes: object) -> KvHandle:
 async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(
     graph: WorkerGraph, frontend: FrontendStream, chunk: int, left: int
 ) -> None:
-    """`left`: tokens of the prompt's 500 after the last step but one, in whole blocks of 16."""
+    """`left`: tokens of the last step, rounded up to blocks of 16."""
     await chunked(graph, chunk)
     before = counted("pdserve_kv_transfer_bytes_total")
     assert (await frontend.ask(LONG)).way[0] == "remote"
@@ -47,7 +47,7 @@ def delivered_twice(request_id: str) -> list[PrefillProgress]:
 
 
 @pytest.mark.parametrize("end", ["it is cancelled", "it fails", "another worker answers"])
-async def test_blocks_that_were_read_ahead_are_freed_when(
+async def test_blocks_that_were_read_ahead_are_freed_at_every_end(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str, end: str
 ) -> None:
     await graph.act_prefill("prefill-y")
@@ -59,7 +59,7 @@ async def test_blocks_that_were_read_ahead_are_freed_when(
     elif end == "it fails":
         await acted.answer(PrefillFailed(pulled, "engine"))
     else:
-        await acted.answer(PrefillDone(pulled, handle(LONG, request_id="q")))  # its port is closed
+        await acted.answer(PrefillDone(pulled, handle(LONG, request_id="q")))  # the handle's port is closed
     await until(lambda: not graph.decode.requests)
     await graph.frees_all()
     await acted.answer(PrefillProgress(pulled, part(128)), PrefillProgress("unknown", part(128)))

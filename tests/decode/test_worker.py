@@ -51,15 +51,15 @@ async def prefilled(engine: SimEngine, request_id: str = "p") -> KvHandle:
     return handle
 
 
-LIMIT = 30_000
-"""Most bytes of a message."""
+MAX_BYTES = 30_000
+"""of a message"""
 
 
 class TensorEngine(SimEngine):
     def pack(self, outputs: list[Output]) -> list[bytes]:
-        """Add tensors, like those of logprobs: `LIMIT / 3` bytes per output, or `2 * LIMIT` if a prompt is `LARGE`."""
+        """Add tensors, as of logprobs: `MAX_BYTES / 3` per output, or `2 * MAX_BYTES` if a prompt is `LARGE`."""
         prompts = [each.raw.prefill_stats.num_prompt_tokens for each in outputs if each.raw.prefill_stats]
-        size = 2 * LIMIT if len(LARGE) in prompts else len(outputs) * LIMIT // 3
+        size = 2 * MAX_BYTES if len(LARGE) in prompts else len(outputs) * MAX_BYTES // 3
         return [*super().pack(outputs), bytes(size)]
 
 
@@ -67,7 +67,7 @@ async def test_outputs_that_no_message_can_hold_end_their_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An oversized message would make the frontend close the connection, with all its requests."""
-    monkeypatch.setattr("pdserve.stream.framing.MAX_MESSAGE", LIMIT)
+    monkeypatch.setattr("pdserve.stream.framing.MAX_MESSAGE", MAX_BYTES)
     async with WorkerGraph(engine=TensorEngine) as graph:
         frontend = await graph.frontend()
         others = [await frontend.submit(SHORT, 40) for _ in range(5)]
@@ -156,7 +156,7 @@ def _fallbacks(answered: Answered) -> list[str]:
     return [hop.why for hop in answered.placed.hops if hop.name == "fallback"]
 
 
-async def test_a_prompt_that_no_message_can_hold_or_for_which_the_queue_is_full_is_prefilled_locally(
+async def test_a_prompt_that_the_queue_cannot_take_is_prefilled_locally(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MemoryQueue, "max_payload", 3000)
@@ -171,7 +171,7 @@ async def test_a_prompt_that_no_message_can_hold_or_for_which_the_queue_is_full_
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_a_late_answer_is_rejected_so_that_its_blocks_are_free(
+async def test_a_late_answer_is_rejected_and_its_blocks_are_freed(
     acted: ActedPrefill, frontend: FrontendStream, pulled: str
 ) -> None:
     async with sim(Role.PREFILL, "prefill-x") as prefill:
@@ -452,7 +452,7 @@ async def test_the_load_is_sent_to_frontends_that_follow_it(
     assert not others[1].refused
 
 
-async def test_prompts_go_the_cheaper_way_and_settings_change_at_run_time(
+async def test_settings_change_at_run_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Setting a threshold selects the policy `threshold`, unless a policy is set, too."""
@@ -503,7 +503,7 @@ async def test_requests_that_outlast_the_drain_fail_with_retry() -> None:
         await graph.life
 
 
-async def test_the_timeout_of_a_remote_prefill_follows_computed_and_not_cached_tokens() -> None:
+async def test_the_timeout_of_a_remote_prefill_counts_only_computed_tokens() -> None:
     """Otherwise, a new prompt would time out too early after many prompts with one cached prefix."""
     async with WorkerGraph() as graph:
         await graph.prefill(**{"prefill-rate": 10_000.0})  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ class VirtualRequest:
         self.times.append(now)
 
     def keeps(self, promised: Promised) -> bool:
-        """Whether the tokens keep the promise when they leave the frontend. If the graph has an SLO, it paces them."""
+        """Whether the tokens keep the promise when they leave the frontend. With an SLO, it paces them."""
         slo, times = self.decode.graph.promised, self.times
         if slo.gap < math.inf:
             times = left(Pacing(slo.ttft, slo.gap), times, started=self.begun)

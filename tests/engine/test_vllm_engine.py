@@ -808,7 +808,7 @@ async def test_ctrl_c_and_a_closed_terminal_do_not_reach_the_engine(pair: Engine
     assert len(await pair.decode.generate("undisturbed", prompt_of(40, seed=13))) == 8
 
 
-async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
+async def test_a_stalled_core_is_noticed_and_a_hung_one_is_dead(
     pair: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the hang, the core stalls once and continues."""

@@ -16,7 +16,7 @@ from tests.conditions import until
 from tests.kv.test_side_channel import running
 
 
-def test_kv_is_held_from_the_prompt_s_arrival_to_the_end_of_its_lease() -> None:
+def test_kv_is_held_from_the_prompts_arrival_to_the_end_of_its_lease() -> None:
     leases = Leases()
     assert not leases.is_held("p")
     leases.begin("p")

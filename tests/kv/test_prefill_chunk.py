@@ -28,7 +28,7 @@ class Steps:
         self.chunk.add(self.prompts[-1])
 
     def step(self) -> int:
-        """Schedule a step; return the most tokens that a prompt may have in it."""
+        """Schedule a step; return its maximum of tokens of one prompt."""
         most = self.config.long_prefill_token_threshold
         tokens = {
             each.request_id: min(most, each.num_tokens - each.num_computed_tokens) for each in self.prompts

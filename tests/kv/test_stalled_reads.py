@@ -33,9 +33,8 @@ def test_a_finished_read_is_forgotten() -> None:
 
 
 def test_reads_that_stall_together_count_as_one_failure() -> None:
-    """After a first failure, the next handshake follows without a pause. In vLLM, each stalled read is a failure, which
-    doubles the pause: six of them stopped remote prefill for 16 s; meanwhile, the KV of new requests was neither read
-    nor rejected."""
+    """After a first failure, the next handshake follows without a pause. In vLLM, each stalled read is a failure, and
+    six of them pause remote prefill for 16 s."""
     provide_nixl()
     from pdserve.kv.connector import ConnectorWorker, TransferStats
 

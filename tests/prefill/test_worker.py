@@ -186,7 +186,8 @@ async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
             assert await scene.done(f"r{number}")
 
 
-async def test_a_drain_finishes_prompts_takes_no_new_ones_and_waits_until_kv_is_read(scene: Scene) -> None:
+async def test_a_drain_waits_until_kv_is_read(scene: Scene) -> None:
+    """It finishes running prompts and takes no new ones."""
     scene.engine.faults.slow = 100.0
     await scene.ask_and_run()
     scene.worker.stop()

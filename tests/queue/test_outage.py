@@ -79,10 +79,10 @@ async def test_an_ack_from_before_a_data_loss_acks_no_later_request(nats_outage:
     assert ids(await first.pull(1, 2)) == ["new"]
 
 
-async def test_a_load_reported_after_a_data_loss_says_nothing_of_the_stream_before(
+async def test_a_report_after_a_data_loss_leaves_out_the_old_streams_state(
     nats_outage: NatsOutage,
 ) -> None:
-    """The first prompts after the loss are sent to the prefill worker, and none is pulled."""
+    """The worker reports without a pull, because its first prompts after the loss are addressed."""
     decode, prefill = await nats_outage.queues(), await nats_outage.queues()
     worker = Puller("prefill-0", lambda: PrefillLoad(5000, 0.001))
     await publish(decode, "a", "b", "c")
@@ -157,7 +157,6 @@ async def test_a_hung_server_counts_as_disconnected(
 
 async def test_a_call_to_a_hung_server_can_be_cancelled(nats_outage: NatsOutage) -> None:
     """nats-py swallows a cancellation while it waits for room in its buffer."""
-
     server = nats_outage.server
     async with NatsConnection(server.url, nats_outage.tls, "nothing happens") as connected, hung(server):
         started = time.monotonic()

@@ -59,7 +59,7 @@ def test_only_what_others_do_not_expect_is_reported(
     assert (reports.next(now, 10.0) is not None) is due
 
 
-def test_what_a_busy_worker_will_pull_before_its_next_report_counts_by_half() -> None:
+def test_a_reported_load_includes_half_an_interval_of_work_for_others() -> None:
     reports = StateReports()
     reports.pulled("decode-0", 9.0)
     assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000), "its own requests"
@@ -98,8 +98,7 @@ class Prefill:
 
 
 async def ask(queues: tuple[Queues, list[QueueState]], count: int, reads_state: bool = True) -> Any:
-    """Return the queues of the decode worker that asks (it listens for answers), of another one, and of the prefill
-    worker."""
+    """Publish `count` prompts. Return the queues of their decode worker, of another one, and of a prefill worker."""
     decode, other, prefill = [await queues[0]() for _ in range(3)]
     decode.answers("decode-0-a")
     for number in range(count):
@@ -107,7 +106,7 @@ async def ask(queues: tuple[Queues, list[QueueState]], count: int, reads_state: 
     return decode, other, prefill
 
 
-async def test_the_asking_worker_learns_the_state_from_the_answer_and_the_others_nothing(
+async def test_only_the_asking_worker_learns_the_state_of_a_pull(
     broadcasts: tuple[Queues, list[QueueState]],
 ) -> None:
     decode, other, prefill = await ask(broadcasts, 1)
@@ -141,7 +140,7 @@ async def test_a_backlog_is_reported_to_all_at_a_bounded_rate(
 
 
 @pytest.mark.parametrize("pulled", [True, False], ids=["after a pull", "after an addressed prompt"])
-async def test_a_decode_worker_learns_the_load_that_another_ones_addressed_prompts_cause(
+async def test_a_decode_worker_learns_the_load_of_anothers_addressed_prompts(
     pulled: bool, broadcasts: tuple[Queues, list[QueueState]]
 ) -> None:
     """Its own prompt was the last that the prefill worker began."""
@@ -158,7 +157,7 @@ async def test_a_decode_worker_learns_the_load_that_another_ones_addressed_promp
     await until(lambda: decode.loads["prefill-0"][0] == worker.load)
 
 
-async def test_each_pull_is_broadcast_for_a_decode_worker_that_reads_no_state_in_the_answer(
+async def test_each_pull_is_broadcast_if_the_decode_worker_reads_no_state(
     broadcasts: tuple[Queues, list[QueueState]],
 ) -> None:
     decode, _, prefill = await ask(broadcasts, 3, reads_state=False)

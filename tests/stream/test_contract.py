@@ -64,7 +64,7 @@ async def test_a_missing_peer_raises_peer_gone(wire: Wire, nowhere: str) -> None
                 pass
 
 
-async def test_the_client_learns_that_a_server_left_after_its_last_message(wire: Wire) -> None:
+async def test_the_client_learns_after_the_last_message_that_the_server_left(wire: Wire) -> None:
     server, taken = wire.server(), list[ToFrontend]()
     await server.__aenter__()
     async with wire.client(server.address, "f") as reading, wire.client(server.address, "g") as delivering:

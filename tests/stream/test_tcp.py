@@ -47,7 +47,7 @@ async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
         with pytest.raises(PeerGone):
             await anext(at_client)
         assert time.monotonic() - started > 0.5
-        assert (client.round_trip or 0) > 0.5, "waiting for the reply so far"
+        assert (client.round_trip or 0) > 0.5, "the wait for the missing reply counts"
 
 
 def _flipped(chunk: bytes, at: int) -> bytes:

@@ -35,7 +35,7 @@ async def test_links_count_requests_and_reads(
     assert (link.bytes_per_second or 0) > 0
 
 
-async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_tried_again(
+async def test_a_worker_with_a_broken_side_channel_is_avoided_for_a_time(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
 ) -> None:
     prefill.engine.faults.deaf = True
@@ -69,7 +69,7 @@ async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, fron
     assert (after.bytes_per_second or 0) < (before.bytes_per_second or 0)
 
 
-async def test_no_link_remains_of_a_worker_that_leaves_with_a_request(
+async def test_no_link_remains_of_a_worker_that_leaves_during_a_request(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     """The request falls back to local prefill just after the decode worker has dropped the link."""

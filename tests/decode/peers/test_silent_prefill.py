@@ -77,10 +77,10 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
 
 
 @pytest.mark.usefixtures("patient", "quick_watch")
-async def test_a_prefill_worker_whose_engine_stalls_pulls_nothing_and_its_prompts_are_prefilled_locally(
+async def test_prompts_of_a_stalled_prefill_worker_are_prefilled_locally(
     graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prompts are prefilled remotely again when the engine works again."""
+    """The worker pulls nothing until its engine works again."""
     prefill.engine.faults.going.clear()
     with failing("stalled"):
         assert (await frontend.ask(LONG)).way == FALLBACK
@@ -98,7 +98,7 @@ async def test_a_prefill_worker_whose_engine_stalls_pulls_nothing_and_its_prompt
     await prefill.frees_all()
 
 
-async def test_after_two_untaken_prompts_all_are_local_until_a_message_of_a_worker(
+async def test_after_two_untaken_prompts_all_are_local_until_a_worker_reports(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A third prompt waits with a longer timeout. It is prefilled locally, too."""

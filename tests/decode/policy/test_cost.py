@@ -135,7 +135,7 @@ def worker(name: str, ahead: float = 0, cached: int = 0, token: float = FAST) ->
         "there is only one worker",
     ],
 )
-def test_a_prompt_goes_to_the_worker_with_its_prefix_where_that_saves_time(
+def test_a_prompt_goes_to_the_worker_with_its_prefix_if_that_saves_time(
     remote: list[RemoteWorker], queued: float, chosen: str | None
 ) -> None:
     choice = prefix_choice(2000, remote, queued, rate=0.0)

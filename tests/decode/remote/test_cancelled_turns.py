@@ -4,7 +4,7 @@ from tests.conditions import until
 from tests.decode.graph import WorkerGraph
 
 
-async def test_cancelled_prompts_leave_the_queue_and_cost_their_client_no_turn() -> None:
+async def test_cancelled_prompts_cost_their_client_no_turn() -> None:
     """A client cancels its requests and tries again. The new request does not wait behind the cancelled ones."""
     chunk = {"long-prefill-token-threshold": 512}
     async with WorkerGraph(max_local_prefill_length=8000, engine_args=chunk) as graph:

@@ -69,7 +69,7 @@ async def test_a_worker_reports_prefixes_of_other_decode_workers_prompts(
     assert idle.engine.prefixes.changes("decode workers") == ([], []), "it has nothing to report"
 
 
-async def test_own_prompts_are_remembered_as_far_as_they_fit_the_workers_cache(
+async def test_the_index_has_at_most_the_blocks_of_the_workers_cache(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     await graph.prefill(**SLOW, num_gpu_blocks_override=64)
@@ -116,7 +116,7 @@ async def test_any_worker_computes_a_prompt_that_is_not_begun_in_time(
 
 
 @pytest.mark.parametrize("event", ["returned", "gone", "draining", "avoided"])
-async def test_any_worker_computes_a_prompt_at_once_if_its_worker_will_not(
+async def test_any_worker_computes_a_prompt_at_once_if_the_preferred_one_cannot(
     event: str, preferred: Preferred, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cost, "MIN_BEGIN", 60.0)

@@ -29,7 +29,7 @@ async def take(graph: WorkerGraph, acted: ActedPrefill) -> str:
     return delivery.request.request_id
 
 
-async def test_a_prompt_waits_for_about_one_prompt_of_another_client_and_no_flex_prompt(
+async def test_clients_have_turns_and_flex_prompts_are_last(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     first, *greedy = await flood(graph, frontend)
@@ -55,7 +55,7 @@ async def test_flex_prompts_are_computed_one_at_a_time(
     assert await take(graph, acted) == flex[1]
 
 
-async def test_held_prompts_count_as_queued_also_in_the_queue_hop(
+async def test_held_prompts_count_as_queued(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     """The hop `queue` includes the time for which the decode worker held the prompt back."""
@@ -99,10 +99,9 @@ async def test_held_prompts_are_prefilled_locally_when_no_worker_can_pull_them(
 
 
 @pytest.mark.usefixtures("acted", "hasty")
-async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_pulls_nothing(
+async def test_held_prompts_time_out_as_if_they_were_in_the_queue(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """A prompt that the decode worker holds back times out as if it were in the queue."""
     for name in await flood(graph, frontend):
         assert (await frontend.end_of(name)).way == ("local", "fallback")
     [queue] = [queue for queue in graph.broker._queues.values() if queue.ids]
@@ -134,10 +133,8 @@ def test_a_worker_publishes_just_enough_to_keep_the_prefill_workers_busy(
     ("prompt", "prefill", "decode"),
     [(60, 1, 1), (300, 3, 1), (300, 1, 2), (1300, 1, 1), (1300, 2, 3), (4000, 3, 1), (4000, 1, 2)],
 )
-def test_holding_a_flood_back_delays_it_little_and_shortens_the_waits_of_others(
-    prompt: int, prefill: int, decode: int
-) -> None:
-    """Both are measured in virtual time."""
+def test_holding_a_flood_back_shortens_the_waits_of_others(prompt: int, prefill: int, decode: int) -> None:
+    """In virtual time. The flood itself ends hardly later."""
 
     def flood(seed: int, *, turns: bool) -> tuple[float, float]:
         """Return the time of the last first token, and the honest client's longest wait for a prefill worker."""

@@ -45,7 +45,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 60.0)
 
 
-async def test_workers_warm_up_before_requests_and_only_one_metric_counts_it(
+async def test_only_one_metric_counts_warm_ups(
     slow: None,
 ) -> None:
     """A prefill worker joins, then a second decode worker."""
@@ -100,7 +100,7 @@ async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
         await asyncio.gather(life, return_exceptions=True)
 
 
-async def test_a_decode_worker_registers_without_a_silent_prefill_worker_and_asks_it_again(
+async def test_a_decode_worker_registers_despite_a_silent_prefill_worker(
     impatient_pairs: None,
 ) -> None:
     graph, failed = WorkerGraph(), warm("failed")

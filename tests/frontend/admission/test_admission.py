@@ -133,7 +133,7 @@ def test_requests_are_admitted_while_slots_and_kv_tokens_are_free() -> None:
     assert [model.ask("a").waiting for _ in range(3)] == [False, False, True]
 
 
-def test_turns_are_round_robin_over_clients_and_an_idle_client_saves_none() -> None:
+def test_turns_are_round_robin_without_credit_for_idle_time() -> None:
     model = full()
     model.serve([model.ask("a") for _ in range(10)])
     waiting = [model.ask(client) for client in "aaaabbc"]

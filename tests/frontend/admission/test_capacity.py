@@ -32,7 +32,7 @@ def decode_worker(*, at_once: int = 8, kv: int = 1000) -> Instance:
         (decode_worker(), Requests(8, load=Load(waiting=1, remote=1)), 1, Capacity(8, 1, 1000)),
         (decode_worker(), Requests(8, load=Load(waiting=8, remote=8)), 1, Capacity(8, 2, 1000)),
         (decode_worker(at_once=1), Requests(1, load=Load(waiting=1, remote=1)), 1, Capacity(1, 1, 1000)),
-        # The requests' tokens exceed the cache, but prefixes may be shared: one more is tried if each has a token.
+        # The requests' tokens exceed the cache, but prefixes may be shared: one more is tried if all have a token.
         (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 1)),
         (decode_worker(), Requests(4, 1100, starting=True, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 0)),
         (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.95)), 1, Capacity(8, 4, 0)),

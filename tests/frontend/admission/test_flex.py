@@ -63,7 +63,7 @@ def test_only_flex_requests_pause_for_requests_that_wait_at_a_worker(can_pause: 
 @pytest.mark.parametrize(
     ("slots", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 2), (16, 0, 4), (8, 5, 1), (8, 6, 0)]
 )
-def test_flex_sequences_that_cannot_pause_get_a_quarter_of_the_slots_and_leave_a_quarter_free(
+def test_flex_sequences_that_cannot_pause_get_a_quarter_of_the_slots(
     slots: int, ordinary: int, run: int
 ) -> None:
     model = Model(slots, pauses=True)
@@ -86,7 +86,7 @@ def test_an_admitted_flex_request_waits_for_ordinary_ones_before_it_begins() -> 
     assert clients(model) == "a"
 
 
-def test_flex_requests_count_neither_in_the_wait_of_ordinary_ones_nor_in_their_queue() -> None:
+def test_flex_requests_do_not_count_in_the_queue_of_others() -> None:
     model = full()
     model.estimate.record(0, ttft=10.0, decode_seconds=0.0)
     for _ in range(10):

@@ -54,7 +54,7 @@ class Served:
         self.faults: dict[str, Exception | ASGIApp] = {}
         """by custom_id: the app that answers the line in place of the frontend's, or the exception that is raised"""
         self.statuses = Counter[int]()
-        """how many responses to lines had each status"""
+        """responses to lines, by status"""
         config = FrontendConfig(batches=folder)
         self.context = replace(
             graph.context,

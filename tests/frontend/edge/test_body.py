@@ -37,7 +37,9 @@ def test_the_bound_of_a_body_grows_with_the_context_up_to_32_mib() -> None:
         ("chat/completions", b'{"messages": [{}, {}], "items": ["a", "b"]}', (None, 1)),
     ],
 )
-def test_the_size_of_a_request(path: str, body: bytes, expected: tuple[int | None, int]) -> None:
+def test_size_has_the_tokens_and_sequences_asked_for(
+    path: str, body: bytes, expected: tuple[int | None, int]
+) -> None:
     size = parse_body(f"/v1/{path}", body).size
     assert (size.max_tokens, size.sequences) == expected
     assert size.prompt_tokens == len(body) // 4
@@ -178,7 +180,7 @@ def test_json_that_only_python_accepts_is_checked_too(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("given", ["x" * 128, "cmpl-1.2:3_A", None, 5, ["a"]])
-def test_other_ids_are_left_to_the_app(given: object) -> None:
+def test_an_id_that_is_plain_or_no_string_is_left_to_the_app(given: object) -> None:
     parse_body(CHAT, json.dumps({"request_id": given}).encode())
 
 

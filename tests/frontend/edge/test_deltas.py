@@ -1,4 +1,4 @@
-"""A stream has the same bytes with chunks of vLLM's app and with plain chunks, which are written without that app."""
+"""Plain chunks, which are written without vLLM's app, have the same bytes as the app's chunks."""
 
 import asyncio
 import gc
@@ -186,7 +186,9 @@ def noise(rng: random.Random) -> list[Step]:
 
 @in_session
 @pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
-async def test_the_bytes_are_equal(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
+async def test_plain_chunks_equal_those_of_vllms_app(
+    graph: Graph, written: Counter[str], base: dict[str, Any]
+) -> None:
     """Some of the answers fail."""
     rng, plain = random.Random(5), 0
     async with graph.worker(pace=None) as worker:
@@ -232,8 +234,8 @@ async def test_a_client_that_pauses_reading_gets_everything(graph: Graph, writte
 
 
 @in_session
-async def test_the_bytes_are_equal_with_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
-    """The parser ignores requests without tools, and makes no chunk of half a character."""
+async def test_plain_chunks_equal_the_apps_with_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
+    """The parser ignores requests without tools. A step that ends within a character brings no chunk."""
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     tools = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
     async with graph.worker("tools", pace=None, args=tools) as worker:

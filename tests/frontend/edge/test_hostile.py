@@ -160,7 +160,7 @@ async def test_bodies_that_two_servers_may_read_differently_are_refused(graph: G
     assert dict(zip(SMUGGLED, found, strict=True)) == {name: [400] for name in SMUGGLED}
 
 
-async def test_an_offer_to_upgrade_is_answered_in_http_1_and_its_body_is_no_request(graph: Graph) -> None:
+async def test_an_offer_to_upgrade_is_answered_in_http_1(graph: Graph) -> None:
     """Java's clients offer h2c with each request."""
     h2c = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
     async with graph.worker(), guarded(graph) as server:

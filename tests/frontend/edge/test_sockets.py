@@ -43,8 +43,8 @@ _WITHOUT_SERVE = (
 )
 
 
-def test_roles_started_without_serve_share_a_port_if_one_process_started_them() -> None:
-    """Systemd needs this to start a frontend's successor. Another process gets an error that names the two holders."""
+def test_roles_that_one_process_started_share_a_port() -> None:
+    """Systemd can thus start a frontend's successor. A role of another process gets an error with both holders."""
     holders, pids, port = [], list[str](), "0"
     for _ in range(2):
         command = [sys.executable, "-c", _WITHOUT_SERVE, port]
@@ -215,7 +215,7 @@ async def test_a_deadline_ends_the_request_of_a_slow_reader(graph: Graph) -> Non
 async def test_a_slow_but_steady_reader_gets_the_whole_answer(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
-    """After the server's close, unsent data is still sent, over TLS with close_notify at the end."""
+    """After its close, the server still sends what is unsent."""
 
     def slowly(sock: socket.socket) -> bytes:
         answer, slow = b"", time.monotonic() + 1.5
@@ -270,7 +270,7 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
 
 
 @in_session
-async def test_idle_connections_stay_open_longer_than_clients_and_proxies_keep_them(
+async def test_idle_connections_stay_open_for_over_two_minutes(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
     """httpx keeps idle connections for 5 s, Caddy for 120 s. If the server closes first, a request may be lost."""

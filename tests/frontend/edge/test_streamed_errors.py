@@ -43,7 +43,7 @@ CASES = [
     *((RESPONSES, name) for name in ("regex", "logit_bias", "stop_token_ids")),
     *((path, RANK) for path in (CHAT, COMPLETIONS, MESSAGES)),
 ]
-"""(route, key of WRONG, or RANK): each route with the fields that it has. For /v1/responses, vLLM reads no rank."""
+"""Each route with RANK or a key of WRONG. For /v1/responses, vLLM reads no rank."""
 
 
 def asked(path: str, name: str = "", **more: Any) -> tuple[dict[str, Any], dict[str, str]]:
@@ -110,7 +110,7 @@ async def test_an_error_within_a_stream_is_recorded_as_a_failure(
     ],
 )
 @pytest.mark.parametrize("begun", [False, True])
-async def test_an_error_event_is_a_failure_and_if_first_sets_the_status(
+async def test_an_error_event_is_a_failure_and_sets_the_status_if_first(
     event: bytes, status: int, message: str, begun: bool
 ) -> None:
     sent: list[Message] = []

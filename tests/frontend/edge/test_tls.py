@@ -88,7 +88,7 @@ async def test_a_client_without_close_notify_is_dropped(graph: Graph, certificat
 
 
 @in_session
-async def test_only_the_connection_whose_check_fails_is_dropped(certificate: ServerCertificate) -> None:
+async def test_sweeps_go_on_after_a_connection_whose_check_fails(certificate: ServerCertificate) -> None:
     connections = ClientConnections(0.4, 30.0)
     async with AsyncExitStack() as stack:
         url = await serve(silent, stack, connections, RenewedCertificate(certificate))

@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_is_499_and_its_request_ends_at_the_worker(
     assert histograms() == [ttft + 1, e2e]
 
 
-async def test_a_receipt_quotes_no_request_and_300_characters_of_a_failure(graph: Graph) -> None:
+async def test_a_receipt_quotes_no_request_and_at_most_300_characters_of_failures(graph: Graph) -> None:
     secret = "SECRET"
     async with graph.worker() as worker:
         for body, status in [

@@ -192,9 +192,8 @@ async def test_a_span_has_an_error_for_a_504_and_none_for_a_400(graph: TracedGra
     assert whole.error
 
 
-async def test_an_unsampled_request_is_not_traced_and_a_local_one_has_its_prefill_at_the_decode_worker(
-    graph: TracedGraph, worker: Worker
-) -> None:
+async def test_only_a_sampled_request_is_traced(graph: TracedGraph, worker: Worker) -> None:
+    """A local prefill is a span of the decode worker."""
     unsampled, headers = client_trace("00")
     assert (await graph.ask(headers)).status_code == 200
     trace_id, headers = client_trace()

@@ -37,7 +37,7 @@ def sent(original: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
         ({"trace_decode_token_ids": [1, 2]}, "trace_decode_token_ids"),
     ],
 )
-def test_for_which_parameters_an_engine_keeps_state_about_the_output(
+def test_parameters_for_which_an_engine_keeps_state_about_the_output(
     params: dict[str, Any], expected: str | None
 ) -> None:
     assert stateful_parameter(request(**params).sampling_params) == expected

@@ -285,7 +285,7 @@ async def test_a_request_continues_once_another_worker_loads_its_adapter(
 
 
 async def test_a_request_whose_unloaded_adapter_is_at_no_worker_fails_at_once(graph: Graph) -> None:
-    """The engine has dropped the adapter, as engines do with one that has no requests, to load another."""
+    """The engine has dropped the adapter, as engines may do to load another one."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         async with having(graph, worker, RED):
             await until(lambda: "red" in graph.models.find("demo").adapters)

@@ -44,7 +44,7 @@ def test_async_llm_uses_only_known_members_of_its_engine_core() -> None:
     )
 
 
-def test_remote_core_has_all_members_that_may_not_fail(tmp_path: Path) -> None:
+def test_remote_core_has_all_members_of_core_uses(tmp_path: Path) -> None:
     from pdserve.frontend.model.engine_core import RemoteCore
 
     def connected(address: str) -> TcpStreamClient:

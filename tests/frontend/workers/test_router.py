@@ -192,5 +192,5 @@ def test_outstanding_tokens_assume_that_other_frontends_chose_alike_since_the_re
     second.detach()
     link.generations["3"].detach()
     assert (link.outstanding(3), link.new_prompt_tokens) == (0, 0), (
-        "also without a report, as an unchanged load sends none"
+        "also without a report: an unchanged load sends none"
     )

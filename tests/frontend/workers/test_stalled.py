@@ -59,7 +59,7 @@ async def test_a_stalled_engine_gets_no_requests_until_it_steps_again(
         await until(stuck.engine.all_blocks_free)
 
 
-async def test_a_stalled_only_worker_keeps_its_requests_until_a_new_one_takes_those_without_a_token(
+async def test_a_new_worker_takes_requests_without_a_token_from_a_stalled_one(
     graph: Graph,
 ) -> None:
     async with graph.worker(pace=None) as only:
