@@ -2,7 +2,7 @@
 and when it is better to refuse a request at once. No I/O."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _REQUESTS = 32
 """finished sequences in an estimate's mean; older ones count less and less"""
@@ -27,6 +27,14 @@ class RequestSize:
     """prompt logprobs of all sequences; each counts as a token"""
     several: str = "prompt"
     """field that the error names if there are too many sequences"""
+
+    def within(self, max_model_len: int) -> "RequestSize":
+        """Return the size without prompt tokens beyond the model's context: a longer prompt never reaches a worker."""
+        longest = self.sequences // self.n * max_model_len
+        if self.prompt_tokens <= longest:
+            return self
+        logprobs = self.logprobs * longest // self.prompt_tokens
+        return replace(self, prompt_tokens=longest, logprobs=logprobs)
 
 
 @dataclass

@@ -36,8 +36,8 @@ class KeyUse:
     def reserve(self, size: RequestSize, max_model_len: int) -> None:
         if quota := self._quota:
             most = RequestEstimate.output_tokens if size.max_tokens is None else size.max_tokens
-            longest = size.sequences // size.n * max_model_len  # maximum of all prompts together
-            tokens = min(size.prompt_tokens, longest) + size.sequences * min(most, max_model_len)
+            prompts = size.within(max_model_len).prompt_tokens
+            tokens = prompts + size.sequences * min(most, max_model_len)
             try:
                 quota.take("tokens", tokens, time.monotonic())
             except LimitReached as error:

@@ -45,7 +45,8 @@ def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestSt
             state.hops.released()  # it may have been held because no decode worker had registered
             state.hops.held(LOADING)
         state.hops.held("" if model.usable_workers else NO_WORKER)
-        admission = model.admission.enter(client, body.size, state.deadline, is_flex=body.is_flex)
+        size = body.size.within(model.card.max_model_len)
+        admission = model.admission.enter(client, size, state.deadline, is_flex=body.is_flex)
         state.admission = admission
     else:
         admission = model.admission.bypass(client)
