@@ -45,7 +45,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-async def test_streams_of_all_kinds(kind: str) -> None:
+async def test_streams_of_all_kinds_are_read(kind: str) -> None:
     exchange = await _ask(STREAM + STREAMS[kind])
     assert (exchange.error, exchange.text, len(exchange.arrivals)) == ("", "ab", 2)
     assert (exchange.outcome, exchange.output_tokens) == (Outcome.FINISHED, 2)
@@ -53,7 +53,7 @@ async def test_streams_of_all_kinds(kind: str) -> None:
     assert not exchange.hung
 
 
-async def test_a_stream_that_ends_with_its_connection() -> None:
+async def test_a_stream_may_end_with_its_connection() -> None:
     head = b"HTTP/1.0 200 OK\r\n\r\n"
     exchange = await _ask(head + b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n')
     assert (exchange.error, exchange.text) == ("", "a")
@@ -77,7 +77,7 @@ async def test_reasoning_counts_as_tokens_and_is_the_answer_only_without_text() 
     assert (cut.text, cut.answer) == ("", "hm so")
 
 
-async def test_a_server_without_streaming() -> None:
+async def test_a_server_may_respond_without_streaming() -> None:
     answer = {"choices": [{"message": {"role": "assistant", "content": "ab"}}], "usage": USAGE}
     exchange = await _ask(whole(answer))
     assert (exchange.error, exchange.text, exchange.output_tokens, len(exchange.arrivals)) == ("", "ab", 2, 1)
@@ -120,7 +120,7 @@ async def test_failures_say_why(answer: bytes, error: str, reset: bool) -> None:
     assert (exchange.reset, exchange.hung) == (reset, False)
 
 
-async def test_a_refused_connection() -> None:
+async def test_a_refused_connection_is_a_failure() -> None:
     exchange = Exchange(STREAMED)
     await LoadClient(f"http://127.0.0.1:{free_port('127.0.0.1')}").ask(exchange, 10)
     assert (exchange.outcome, exchange.reset, exchange.status) == (Outcome.FAILED, True, 0)
@@ -151,7 +151,9 @@ async def test_a_key_and_an_id_are_sent() -> None:
     assert asked.headers["x-request-id"] == exchange.request_id
 
 
-async def test_https(credentials: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_https_trusts_the_certificates_of_ssl_cert_file(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     secure.load_cert_chain(credentials.certificate, credentials.key)
     trusted, refused = Exchange(STREAMED), Exchange(STREAMED)

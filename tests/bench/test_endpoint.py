@@ -17,7 +17,7 @@ from pdserve.util.errors import ConfigError, Unavailable
 from tests.bench.answers import DONE, STREAM, Asked, OpenAi, Respond, event, fixed, tiny_server, whole
 
 
-def test_base_url() -> None:
+def test_base_url_drops_v1_and_refuses_other_urls() -> None:
     assert base_url(" http://127.0.0.1:8000/v1/ ") == "http://127.0.0.1:8000"
     assert base_url("https://example.com/openai/v1") == "https://example.com/openai"
     assert base_url("http://[::1]:8000") == "http://[::1]:8000"
@@ -98,13 +98,12 @@ async def test_a_server_without_a_list_of_models_can_be_asked_for_a_named_one() 
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_an_unusable_server_is_refused_with_the_reason(answer: bytes, told: str) -> None:
-    """The error has the reason, and the server's own message if there is one."""
     async with tiny_server(fixed(answer)) as server:
         with pytest.raises(Unavailable, match=told):
             await find_endpoint(server.url)
 
 
-async def test_a_server_with_only_chats() -> None:
+async def test_a_server_with_only_chats_needs_the_chat_option() -> None:
     async with tiny_server(without("/v1/completions")) as server:
         with pytest.raises(Unavailable, match=r"HTTP 404 Not Found\. Does it serve only chats \(--chat\)\?"):
             await find_endpoint(server.url)

@@ -20,11 +20,10 @@ SHARES = (
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
     (30, "pause"),
 )
-"""For each graph: its `write-timeout` in seconds, and its faults. `unread` comes late, because its 200 unread streams
-fill a small machine; by then, the graph tested beside it is nearly done."""
+"""For each graph: its `write-timeout` in seconds, and its faults. `unread` comes late, when the graph beside it is
+nearly done, because its 200 streams fill a small machine."""
 AT_A_TIME = 2
-"""Number of graphs tested at the same time. A run mostly waits, but more than these would starve each other on machines
-on which a frontend takes a minute to start."""
+"""Number of graphs tested at the same time. More would starve each other on slow machines."""
 
 APART = {
     "adapter-unload",

@@ -31,7 +31,7 @@ def test_a_derived_file_has_two_of_each_role_and_its_own_ports(tmp_path: Path) -
     assert config.decode.engine_args["dtype"] == config.prefill.engine_args["dtype"] == "float32"
 
 
-def test_a_derived_file_has_no_servers_and_credentials_of_the_original(tmp_path: Path) -> None:
+def test_a_derived_file_has_no_servers_or_credentials_of_the_original(tmp_path: Path) -> None:
     file = tmp_path / "graph.yaml"
     file.write_text(
         "Common: {model: demo}\n"

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pdserve_bench.chaos.questions import Attempt
 
 STAND_IN_WITHIN = 3.0
-"""Seconds that others may take to replace killed decode workers, plus twice the longest pause without a fault."""
+"""Seconds until other workers replace killed decode workers. Twice the longest pause without a fault is added."""
 
 
 class Judgement(StrEnum):

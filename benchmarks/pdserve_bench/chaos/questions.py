@@ -53,8 +53,7 @@ class Attempt(Exchange):
 
     @property
     def longest_wait(self) -> float:
-        """Longest wait for a token in seconds, the first and a running wait included; without tokens, the whole
-        time."""
+        """Longest wait for a token in seconds, including the wait for the first and a wait that still runs."""
         last = [] if self.ended and self.arrivals else [self.ended or time.monotonic()]
         return max(after - before for before, after in pairwise([self.started, *self.arrivals, *last]))
 
@@ -80,7 +79,7 @@ def prompt_lengths(config: Config, max_model_len: int) -> PromptLengths:
 
 
 def endless(lengths: PromptLengths, seed: int) -> Iterator[Case]:
-    """Yield unique prompts: one of three is short, one is long, one is long and begins with a document; three of four
+    """Yield unique prompts. Of three, one is short, one long, and one long with a document at its start. Three of four
     are streamed."""
     dice = random.Random(seed)
 

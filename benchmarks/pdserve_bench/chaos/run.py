@@ -157,8 +157,8 @@ class Chaos:
 
 
 async def _played(fault: Fault, scene: Scene) -> float | None:
-    """Inject the fault. An unexpected error goes to `amiss`, and the requests are still judged. Raises Cannot if
-    nothing is amiss."""
+    """Inject the fault. If it fails, note its error in `amiss` and wait for the recovery. Raises Cannot if the fault is
+    impossible and nothing is amiss."""
     try:
         return await fault.play(scene)
     except Exception as error:

@@ -23,9 +23,9 @@ class Fault:
     tags: tuple[str, ...] = ()
     """Further names for `--only`."""
     patient: bool = False
-    """Requests may wait for workers as long as a recovery may take; `patience` does not apply."""
+    """Requests may wait `recover_within` seconds, instead of `patience`."""
     kills_decode: bool = False
-    """Decode workers die. Until the KV lease ends, prefill workers keep the KV that the dead had not read
+    """Decode workers die. Until the KV lease ends, prefill workers keep the KV that these had not read
     (docs/decisions/0007-lost-answers.md)."""
     silent: bool = False
     """No packet reports the loss, so others notice it seconds later."""

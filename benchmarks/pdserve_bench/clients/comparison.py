@@ -2,7 +2,7 @@
 response to its last one, so that one client shows what a request costs alone.
 
 All systems are started once and measured in turn, each count of clients in the order ABBA twice, so that steady drift
-of the machine favours no system. The idle systems use 2 to 3 % of a core each meanwhile.
+of the machine favours no system. Meanwhile, each idle system uses 2 to 3 % of a core.
 """
 
 import asyncio

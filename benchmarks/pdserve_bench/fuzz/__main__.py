@@ -4,12 +4,11 @@
     python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
 Starts a graph with simulated engines (with --real that of configs/local.yaml). It sends the handwritten requests
-(`corpus.py`), repeats them as streams, which must not change the status, and from clients that disconnect at a random
-time. Then it sends about as many requests as --requests says, which schemathesis generates from the graph's
-/openapi.json. A canary client with known outputs runs beside them. Findings, the first three with a curl command: a 5xx
-or other wrong status, a malformed response (an unknown error format, a stream without its end), a timeout, a wrong or
-late output of the canary, and leftovers: KV blocks, requests, slots, processes that ended, memory, tracebacks. With
---attack, greedy clients (`attack.py`) run instead. Exit code 1 if there are findings.
+(`corpus.py`), then the same as streams, then the same from clients that disconnect. Then schemathesis generates about
+--requests requests from the graph's /openapi.json. A canary client with known outputs runs beside all of them.
+Findings: a wrong status, a malformed response, a timeout (each with a curl command), a wrong or late output of the
+canary, and leftovers: KV blocks, requests, slots, processes that ended, memory, tracebacks. With --attack, greedy
+clients (`attack.py`) run instead. Exit code 1 if there are findings.
 """
 
 import argparse
@@ -51,7 +50,7 @@ async def fuzz(fuzzer: Fuzzer, requests: int, seed: int, folder: Path) -> None:
         sent, failures = await schema.run(graph.url, folder, requests, seed)
         report.statuses["by schemathesis"] += sent
         report.findings += [FuzzFinding(failures)] if failures else []
-        say(f"{sent} requests by schemathesis: {'findings' if failures else 'none'}")
+        say(f"{sent} requests by schemathesis: {'findings' if failures else 'no findings'}")
 
 
 async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, GraphRecord | None]:

@@ -153,7 +153,7 @@ def _tool(name: str) -> dict[str, object]:
 
 
 def _grammars(model: str) -> Iterator[FuzzRequest]:
-    """Grammars whose compilation explodes or never ends, in the frontend, which checks them, or in engines."""
+    """Grammars whose compilation explodes or never ends, in frontends (which check them) or in engines."""
     deep: dict[str, object] = {"type": "string"}
     for _ in range(200):
         deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}

@@ -249,8 +249,8 @@ class Fuzzer:
             self._found(growth)
 
     async def _burst(self, places: int) -> None:
-        """Send as many requests as the workers run at once; all must run at the same time. A leaked slot makes a
-        request wait for another's end in each burst. On a busy machine this happens in some bursts, but not in all."""
+        """Send as many requests as the workers run at once. If a slot leaked, a request waits for another's end in each
+        burst; on a busy machine, only in some bursts."""
         client = LoadClient(self.graph.url, self._headers)
         for _ in range(BURSTS):
             burst = [Exchange(completion(self.graph.model, [300 + n], BURST_OUTPUT)) for n in range(places)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FuzzRequest:
-    """A request as bytes; deterministic for a seed."""
+    """A request as bytes."""
 
     name: str
     path: str

@@ -59,8 +59,8 @@ SIM_SPEED = {
         "stop-signal": int(signal.SIGUSR2),
     }
 }
-"""`additional-config` of simulated engines if the file has none: slow enough to be hit in the middle of a request, with
-short KV leases, a fatal token that only poison prompts contain, and a signal that stops the engine."""
+"""`additional-config` of simulated engines if the file has none. They are so slow that faults hit them in the middle of
+a request. Only poison prompts contain the fatal token."""
 
 
 class ServerRun:

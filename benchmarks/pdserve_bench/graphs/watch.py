@@ -75,8 +75,8 @@ class GraphWatch(Lifetime):
         return instances
 
     async def until_whole(self, but: Collection[str], say: Callable[[str], None]) -> None:
-        """Wait until each role has as many instances as when learned, not counting `but`: instances that were ended,
-        whose leases may outlive them. Logs what is missing."""
+        """Wait until each role has as many instances as when learned, without those in `but`: these were ended, but may
+        still have leases. Log what is missing."""
         told_at = time.monotonic()
         while (there := _count([i for i in await self.instances() if i.id not in but])) != self.whole:
             if time.monotonic() - told_at > TELL_EVERY:
@@ -142,6 +142,6 @@ def _count(instances: list[Instance]) -> Counter[str]:
 
 
 def held(instances: list[Instance], loads: Mapping[str, Load]) -> dict[str, int]:
-    """Return held KV blocks by worker: at least one for a worker with any usage, or one that does not reply."""
+    """Return held KV blocks by worker that holds any. A worker that does not reply counts as holding one."""
     found = {i.id: loads[i.id].kv_usage * i.kv_blocks if i.id in loads else 1 for i in instances}
     return {instance: max(1, round(blocks)) for instance, blocks in found.items() if blocks}

@@ -39,7 +39,7 @@ PORT, KV_PORT, NATS_PORT, ETCD_PORT = 8000, 5600, 4222, 2379
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 """Limits for a host, which sees all of the machine's memory and cores."""
 WRONG_CLOCKS = {"frontend-1": 3600.0, "decode-1": -40.0, "prefill-1": 5.0}
-"""Seconds by which the clock of each role's second host is wrong: one less than etcd and KV leases, two more."""
+"""Seconds by which the clock of each role's second host is wrong. Only the last is shorter than etcd and KV leases."""
 STOP_WITHIN = 60.0
 
 

@@ -45,8 +45,8 @@ class RunningPod:
 
 
 class Release(Lifetime):
-    """Leaving the context ends the probes; the pods end with their network. The context raises Unavailable, in a group,
-    if a container ends by itself, or if a deleted pod ends with an error or leaves processes or shared memory."""
+    """Leaving the context ends the probes; the pods end with their network. The context raises an exception group with
+    Unavailable if a container ends by itself, or if a deleted pod ends with an error or leaves processes or memory."""
 
     def __init__(
         self,

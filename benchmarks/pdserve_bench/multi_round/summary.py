@@ -36,8 +36,8 @@ class MultiRoundResult:
         return [exchange for exchange in self.run.exchanges if isinstance(exchange, Question)]
 
     def lines(self) -> list[tuple[str, str]]:
-        """The summary's names and values as printed by multi-round-qa, for comparison: rates count from the first
-        question until the last response. Only multi-round-qa counts failed requests as in flight."""
+        """Return names and values as multi-round-qa prints them. Rates count from the first question to the last
+        response. Failed requests are not in flight here; multi-round-qa counts them so."""
         run, finished, figures = self.run, self.finished, self.run.summary()
         none = "" if finished else "none"
         begin = min((question.started for question in finished), default=run.began)

@@ -97,12 +97,12 @@ class MultiRound:
         that they do not ask at the same moments."""
         dice = Random(f"{self.seed} arrivals")
         early = list[tuple[float, int]]()
-        for slot in range(-int(self.interval * (self.num_rounds - 1) / self.joining) - 1, 0):
-            joined = (slot + dice.random()) * self.joining
+        for place in range(-int(self.interval * (self.num_rounds - 1) / self.joining) - 1, 0):
+            joined = (place + dice.random()) * self.joining
             asked = int(-joined / self.interval) + 1
             if asked < self.num_rounds:
                 early.append((joined + asked * self.interval, asked + 1))
-        joining = (((slot + dice.random()) * self.joining, 1) for slot in count())
+        joining = (((place + dice.random()) * self.joining, 1) for place in count())
         for user, (at, first_round) in enumerate(heapq.merge(sorted(early), joining), 1):
             yield Visit(user, at, first_round)
 

@@ -1,6 +1,5 @@
-"""The arms of the comparison. An arm is one set of live settings of the running graph, measured with its own prompts.
-All arms have the same arrivals, and run forwards, then backwards (ABBA), so that steady drift of the machine favours
-no arm."""
+"""The arms of the comparison. An arm is one set of live settings of the running graph. All arms have the same arrivals.
+They run forwards, then backwards (ABBA), so that steady drift of the machine favours no arm."""
 
 import asyncio
 import time
@@ -21,7 +20,7 @@ from pdserve_bench.progress import begin
 SETTLED = 0.5
 """Seconds until all processes apply new settings."""
 BETWEEN = 3.0
-"""Assumed seconds between two windows, for the first half; the second half uses those measured in the first."""
+"""Seconds between two windows, as assumed in the first half of the run. The second half uses measured seconds."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def in_turn(rates: Sequence[float], arms: Sequence[Arm]) -> Iterator[tuple[float
 
 @dataclass
 class ArmsRun:
-    """Results so far."""
+    """Results so far. A window is a probe of one arm at one rate."""
 
     promises: Mapping[str, Slo]
     rates: Sequence[float]
@@ -103,7 +102,7 @@ class ArmsRun:
     """Minimal seconds of load per window."""
     warm_up: float = 4.0
     windows: list[tuple[Arm, Probe]] = field(default_factory=list)
-    """In order; the last one may be running: its `run.ended` is 0."""
+    """The last one may be running: its `run.ended` is 0."""
     complete: bool = False
 
     def of(self, arm: Arm, rate: float) -> list[Probe]:

@@ -44,9 +44,9 @@ def promise(
     seed: Seed = None,
     json: Json = None,
 ) -> int:
-    """Measure what a promise (SLO) gains: load the running graph without an SLO and with each of several, set as live
-    settings, at each rate (Poisson arrivals), then all of it again in reverse order. Each SLO is judged with itself
-    set and with none set. The settings are restored at the end. Nothing else should use the graph.
+    """Measure what a promise (SLO) gains. At each rate (Poisson arrivals), the running graph is loaded without an SLO,
+    then with each promise as live settings; then all again in reverse order. Each promise is judged by its own requests
+    and by those without an SLO. The settings are restored at the end. Nothing else should use the graph.
 
     examples:
       pdserve bench promise                                             three promises in eight minutes

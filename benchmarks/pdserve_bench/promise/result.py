@@ -1,4 +1,4 @@
-"""Report how many requests kept each SLO: in the arm that was set to keep it, and in the arms without an SLO."""
+"""Report how many requests kept each SLO: in its own arm, and in the arms without an SLO."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ Figures = Mapping[str, float | None]
 
 
 def figures(slo: Slo, probes: Sequence[Probe]) -> dict[str, float | None]:
-    """Combine windows; times in ms. Refused and failed requests do not keep the SLO and have no times."""
+    """Combine windows. Times are of finished requests, in ms."""
     tally = sum((Tally.of(slo, made.run.exchanges, made.run.ended) for made in probes), Tally())
     finished = [each for made in probes for each in made.run.of(Outcome.FINISHED)]
     gaps = [each.gaps for each in finished if each.gaps]

@@ -53,7 +53,7 @@ class Noted:
         return USERS.at(rate, seconds, seed)
 
 
-async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_server() -> None:
+async def test_hopeless_probes_are_cut_short_and_begin_on_an_idle_server() -> None:
     """The server notices a disconnect only after the prefill."""
     server = Prefilling(0.05)
     async with tiny_server(server) as tiny:
@@ -133,7 +133,7 @@ async def test_requests_that_never_end_count_as_failed(monkeypatch: pytest.Monke
     assert percentile(made.longest_gaps, 0.9) > 0.8
 
 
-def test_a_refused_request_has_no_ttft() -> None:
+def test_ttfts_include_waits_beyond_the_bound_but_no_refusals() -> None:
     made = Probe(10.0, 1.0, 1, LoadRun(began=100.0, ended=104.0), slo=Slo(0.7, 1.0))
     made.run.exchanges += [
         Exchange(started=100.0, ended=100.001, error="HTTP 503"),

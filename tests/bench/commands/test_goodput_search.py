@@ -60,7 +60,7 @@ def test_the_goodput_is_found(steep: float, typical: float, worst: float) -> Non
     assert max(probes) <= 24
 
 
-def test_a_server_that_carries_no_rate_and_one_that_carries_each_rate() -> None:
+def test_a_search_ends_at_the_lowest_or_highest_rate() -> None:
     search = GoodputSearch(start=4.0, lowest=0.25)
     assert _searched(Curve(0.001, 60), search) == [4.0, 2.0, 1.0, 0.5, 0.25, 0.25]
     assert (search.carried, search.broken, search.estimate, search.found) == (None, 0.25, None, False)
@@ -70,7 +70,7 @@ def test_a_server_that_carries_no_rate_and_one_that_carries_each_rate() -> None:
     assert (search.carried, search.broken, search.estimate, search.found) == (50.0, None, 50.0, False)
 
 
-def test_a_broken_rate_is_probed_twice_and_a_noisy_moment_is_overruled() -> None:
+def test_a_disturbed_probe_is_overruled() -> None:
     """The first probe, at 4 requests/s, is disturbed; the server's limit is 10."""
     curve, search, dice = Curve(10, 60), GoodputSearch(start=4.0), random.Random(1)
     while (rate := search.next()) is not None:

@@ -82,7 +82,7 @@ def test_numbers_of_clients_are_measured_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(2 * WITHIN)
-def test_a_comparison_interrupted_while_a_graph_starts_stops_the_graph(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_graph_starts_stops_the_graph(tmp_path: Path) -> None:
     with running(tmp_path) as process:
         asyncio.run(until(lambda: bool(processes_below(tmp_path)), within=WITHIN))
         process.send_signal(signal.SIGINT)

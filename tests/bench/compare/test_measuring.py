@@ -49,9 +49,8 @@ def probe(found: Entrant, rate: float, kept: int, failed: int = 0) -> None:
     found.found.search.tell(rate, kept, 20)
 
 
-def test_the_best_of_each_kind() -> None:
-    """`best_of` returns the candidate with the highest goodput, and the first of equals. If none carries a rate, it
-    returns the one that comes nearest."""
+def test_the_best_has_the_highest_goodput_or_comes_nearest() -> None:
+    """Of equals, the first is the best. If none carries a rate, the share kept at the lowest rate decides."""
     slow, fast = entrant("slow", True, r2=20, r4=5), entrant("fast", True, r2=20, r4=20, r8=3)
     same, other = entrant("same", True, r2=20, r4=20, r8=3), entrant("other", False, r2=20, r4=20, r8=20)
     assert best_of([slow, fast, same, other], True) is fast

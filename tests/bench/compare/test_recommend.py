@@ -112,7 +112,7 @@ def test_an_answer_comes_with_its_doubts() -> None:
         ([together(), separate()], None, "breaks first on gaps: prompts that are computed delay"),
         ([together(), separate()], None, "prefill side, which is the bottleneck"),
         ([together(), separate(2.0, 2.2, GAPS)], None, "decode side is the bottleneck"),
-        # a loser that was only screened may be nearly as good as its upper bound
+        # a loser with a wide interval may be nearly as good as its upper bound
         ([together(2.5, 5.0), separate()], None, "(2.5 to 5): at least 1.8 times as much"),
         ([together(), separate(1.0, 1.1)], None, "don't disaggregate: run 1 engine x 2 threads, batch 512."),
         ([together(), separate(3.0, 3.3)], None, "don't disaggregate: no difference could be measured"),

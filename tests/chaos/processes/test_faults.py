@@ -223,9 +223,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 @pytest.mark.parametrize("error", [KeyError("status"), IndexError("pop"), LookupError("has ended by itself")])
-async def test_a_fault_with_an_unexpected_error_is_bad_and_an_impossible_one_skipped(
-    scene: Scene, error: Exception
-) -> None:
+async def test_a_failed_fault_is_bad_and_an_impossible_one_skipped(scene: Scene, error: Exception) -> None:
     """`Cannot` skips a fault, unless an earlier problem has made the fault bad."""
     raised = [error, Cannot("needs root"), Cannot("needs root")]
 

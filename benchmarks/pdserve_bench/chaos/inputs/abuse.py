@@ -43,7 +43,7 @@ async def read_nothing(scene: Scene) -> float | None:
     recovered = await scene.recovery()
     paused = _longest_pause(attempt for attempt in scene.load.done if attempt.ended > began)
     for client, most, usual in ((POLITE, max(waits), quiet), ("the load's address", paused, calm)):
-        told = f"a client from {client} waited at most {most:.1f} s ({usual:.1f} s before)"
+        told = f"a client from {client} waited up to {most:.1f} s ({usual:.1f} s before)"
         scene.say(told)
         if most > usual + MAX_EXTRA_WAIT:
             scene.amiss.append(f"{told}, but unread streams may cost at most {MAX_EXTRA_WAIT:g} s")
@@ -51,7 +51,7 @@ async def read_nothing(scene: Scene) -> float | None:
 
 
 def _longest_pause(attempts: Iterable[Attempt]) -> float:
-    """Return the longest wait for a token in the streamed attempts, in seconds; 0 if none was streamed."""
+    """Return the longest wait for a token in the streamed attempts, in seconds."""
     return max((attempt.longest_wait for attempt in attempts if attempt.case.stream), default=0.0)
 
 

@@ -1,5 +1,4 @@
-"""Unload a LoRA adapter under load. Requests sent before get its outputs, even if their worker dies; later ones get
-404."""
+"""Unload a LoRA adapter under load. Earlier requests get its outputs, even if their worker dies; later ones get 404."""
 
 import asyncio
 
@@ -14,7 +13,7 @@ from pdserve_bench.chaos.scene import Fault, Scene
 NAME = "chaos"
 ROUNDS = 3
 CONNECTIONS = 20
-"""Connections: enough to reach every frontend that shares the port."""
+"""Enough connections to reach every frontend that shares the port."""
 POLL_INTERVAL = 0.01
 """Seconds between two checks."""
 

@@ -20,11 +20,11 @@ from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene
 
 MAX_LOG_LINES = 2000
-"""Most log lines that the garbage may cause, beyond those of the load."""
+"""Maximum of log lines that the garbage may cause."""
 LOOPBACK = ("127.", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 _HANDSHAKE = 2.0
-"""Seconds to wait for a ZeroMQ peer's handshake (long, as machines may be busy). Without it no message is sent."""
+"""Seconds to wait for a ZeroMQ peer's handshake (long, because machines may be busy)."""
 _TIMEOUT = 0.3
 
 
@@ -143,8 +143,8 @@ def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
 
 
 def _as_zeromq(end: socket.socket, messages: Sequence[Sequence[bytes]], more: bytes = b"") -> None:
-    """Send messages after the handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23). Wait for the peer's READY first: data
-    that the peer sends after our close would reset the connection and drop what the peer has not read."""
+    """Send messages after the handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23). Wait for the peer's READY first: if it
+    came after our close, the connection would be reset and our messages dropped."""
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     end.settimeout(_HANDSHAKE)

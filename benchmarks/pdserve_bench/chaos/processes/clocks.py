@@ -71,7 +71,7 @@ async def _use(scene: Scene, instances: Sequence[Instance]) -> None:
 
 
 async def failures(scene: Scene, tolerated: float) -> None:
-    """Check that at most a share of the remote prefills in the next --hold seconds falls back to local ones."""
+    """Check that at most this share of the remote prefills in the next --hold seconds falls back to local ones."""
     before = await _failed(scene)
     await asyncio.sleep(scene.options.hold)
     failed, remote = (now - then for now, then in zip(await _failed(scene), before, strict=True))

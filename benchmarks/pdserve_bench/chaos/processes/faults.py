@@ -123,8 +123,8 @@ def _server(target: Target, supervisor: int) -> Victim:
 
 
 def _group(pid: int, supervisor: int) -> int:
-    """Return the process group of a process, or 0: only groups whose leader the graph's supervisor started may be
-    harmed. Without `serve`, a role is the child of its group's leader."""
+    """Return the process group of a process; 0 if the graph's supervisor did not start the group's leader, so that no
+    other process is harmed. Without `serve`, a role is the child of its group's leader."""
     try:
         group = os.getpgid(pid) if pid > 0 else 0
         return group if group and psutil.Process(group).ppid() == supervisor else 0
@@ -167,8 +167,8 @@ async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
 async def injected(
     how: Harm, victims: Sequence[Victim], supervisor: int, state_dir: Path, beside: Sequence[int] = ()
 ) -> AsyncIterator[None]:
-    """A hang or cut lasts until the context exits; other harms happen on entry. `beside`: processes that the supervisor
-    did not start, from which the victim is cut, too. Raises Cannot, and LookupError if a victim has ended by itself."""
+    """A hang or cut lasts until the context exits; other harms happen on entry. A cut separates the victim from the
+    supervisor's processes and those in `beside`. Raises Cannot, and LookupError if a victim has ended by itself."""
     match how:
         case Harm.KILL:
             _send(victims, signal.SIGKILL)

@@ -5,8 +5,7 @@ acknowledgements and resets, like a pulled cable. Listening sockets drop connect
 are cut after about twenty milliseconds. Connections inside the group stay, as on a host without a network.
 Shared memory between engines (UCX) cannot be cut, so start the graph with UCX_TLS=tcp.
 
-Needs pidfd_getfd on the processes at both ends (root, or the same user if ptrace_scope allows it), but neither nft nor
-iptables.
+Needs pidfd_getfd on the processes at both ends (root, or the same user if ptrace_scope allows it).
 """
 
 import asyncio

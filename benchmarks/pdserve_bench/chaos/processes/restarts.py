@@ -86,7 +86,7 @@ async def hold_load(scene: Scene) -> StartedGraph:
     """Stop new requests while some are in flight, and return the graph. Raises Cannot."""
     running = scene.running
     if not isinstance(running, StartedGraph):
-        raise Cannot("the graph was not started by this command, which cannot restart it")
+        raise Cannot("this command did not start the graph, so it cannot restart it")
     scene.gone |= {instance.id for instance in await scene.watch.instances()}
     scene.load.pause()
     await asyncio.sleep(QUIET_SECONDS)

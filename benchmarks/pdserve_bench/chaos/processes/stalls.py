@@ -47,7 +47,7 @@ async def stop_engine(scene: Scene, target: Target) -> float | None:
     if not said:
         scene.amiss.append(f"{victim.name} does not report its stalled engine")
     if late := too_long(waited, calm):
-        scene.amiss.append(f"with an idle worker: {late}")
+        scene.amiss.append(f"beside another worker that was free: {late}")
     recovered, since = await scene.recovery(), time.monotonic()
     if target is Target.DECODE:
         try:
@@ -80,7 +80,7 @@ async def _says(scene: Scene, victim: Victim, within: float) -> bool:
 
 
 def _longest(attempts: Iterable[Attempt], since: float) -> float:
-    """Return the longest wait of a stream for its first token from `since` on, in seconds."""
+    """Return the longest wait of a streamed request for its first token from `since` on, in seconds."""
     now = time.monotonic()
     firsts = ((each, (each.arrivals or [each.ended or now])[0]) for each in attempts if each.case.stream)
     return max((first - max(each.started, since) for each, first in firsts), default=0.0)
