@@ -58,10 +58,11 @@ class AnswerReader:
                     request.resolve(answer)
 
     def _started(self, request: DecodeRequest, started: PrefillStarted) -> None:
-        worker = request.prefiller = started.worker
+        worker = started.worker
         request.preferred_begun(True)
         self.prefixes.computes(request, worker)
-        if request.awaits_answer:
+        if request.awaits_answer:  # else another worker, which had it too, has answered
+            request.prefiller = worker
             request.hops.pulled(worker, started.queued)
         if not self.workers.is_known(worker):
             request.resolve(UNKNOWN)

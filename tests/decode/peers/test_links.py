@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client import REGISTRY
 
+from pdserve.contract.messages import PrefillStarted
 from pdserve.contract.reports import LinkState
 from pdserve.decode.peers.prefill_workers import AVOID_FOR
+from pdserve.decode.requests import Phase
 from tests.conditions import until
 from tests.decode.graph import LONG, SHORT, FrontendStream, Prefill, WorkerGraph
 
@@ -54,6 +56,19 @@ async def test_a_worker_with_a_broken_side_channel_is_avoided_for_a_time(
     prefill.life.cancel()
     await until(lambda: links(graph).keys() == {"prefill-1"})
     await until(lambda: handshake_failures("prefill-0") is None)
+
+
+async def test_a_read_counts_for_the_worker_that_has_the_kv(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
+    """Another worker began the prompt, too, because it was delivered twice; its message comes after the answer."""
+    graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.5)
+    request = await frontend.submit(LONG)
+    await until(lambda: any(each.phase is Phase.RUNNING for each in graph.decode.requests))
+    other = await graph.act_prefill()
+    await other.answer(PrefillStarted(request, other.name))
+    await frontend.end_of(request)
+    assert {name: link.pulls for name, link in links(graph).items()} == {prefill.id: 1, other.name: 0}
 
 
 async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
