@@ -192,6 +192,9 @@ class RequestRunner:
         async with self.slots.take(tokens, *order, request.begins) as waited:
             if waited:
                 request.hops.add("turn", since, time.monotonic())
+                if request.names:  # prompts before this one may have computed its prefix
+                    hit = self.engine.prefixes.hit(request.names)
+                    request.local_tokens = len(request.submit.prompt) - hit
             if not request.cancelled:
                 await self._generate(request, None, after)
                 await request.computed.wait()

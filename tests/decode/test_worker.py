@@ -511,3 +511,16 @@ async def test_the_timeout_of_a_remote_prefill_counts_only_computed_tokens() -> 
         for n in range(4):
             await frontend.ask([*range(1000, 2600), *range(20 + 160 * n, 180 + 160 * n)])
         assert graph.decode._remote.timeout.seconds(1_000_000, 0, 1) > TIMEOUT_FACTOR * 1_000_000 / 30_000
+
+
+async def test_a_local_prompt_that_waited_counts_without_the_prefix_that_was_computed_meanwhile() -> None:
+    """Else the worker would measure a speed that it does not have."""
+    async with WorkerGraph(engine_args={"long-prefill-token-threshold": 64}) as graph:
+        frontend, learned = await graph.frontend(), list[int]()
+        graph.decode._runner.estimator.first_token = (  # type: ignore[method-assign]
+            lambda request, now: learned.append(request.local_tokens)
+        )
+        asked = [await frontend.submit([*LONG, *range(1000, 1000 + by)]) for by in (0, 40)]
+        for each in asked:
+            await frontend.end_of(each)
+    assert learned == [len(LONG), len(LONG) + 40 - len(LONG) // 16 * 16]
