@@ -16,9 +16,11 @@ from pdserve.util.errors import QueueUnavailable
 
 
 class AddressedPrompt(Delivery):
-    def __init__(self, request: PrefillRequest, queue: PrefillQueue, worker: str) -> None:
-        """`worker`: id of the prefill worker."""
+    def __init__(self, request: PrefillRequest, queue: PrefillQueue, worker: str, cached: int = 0) -> None:
+        """`worker`: id of the prefill worker; `cached`: prompt tokens in its prefix cache."""
         super().__init__(request)
+        self.tokens = len(request.prompt) - cached
+        """Prompt tokens to compute."""
         self.state = QueueState(0, 0, worker)
         """Names this worker; the numbers of the queue are not known."""
         self._queue = queue
@@ -42,12 +44,13 @@ class AddressedPrompts:
 
     @property
     def tokens(self) -> int:
-        return sum(len(prompt.request.prompt) for prompt in self._waiting)
+        """Tokens of the waiting prompts to compute."""
+        return sum(prompt.tokens for prompt in self._waiting)
 
     def add(self, prompt: AddressedPrompt, token_seconds: float) -> None:
         request = prompt.request
         due = math.inf if request.due is None else prompt.arrived + request.due
-        self._waiting.add(request.client, prompt, due, len(request.prompt) * token_seconds)
+        self._waiting.add(request.client, prompt, due, prompt.tokens * token_seconds)
 
     def pop(self, *, flex: bool) -> AddressedPrompt | None:
         """Take the next prompt that may still begin; without `flex`, no flex prompt."""

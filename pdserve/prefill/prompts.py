@@ -129,7 +129,10 @@ class PromptRunner:
             if not request.begin_within:
                 await self._start(Delivery(request))
                 continue
-            prompt = AddressedPrompt(request, self._queue, self.id)
+            cached = 0
+            with isolate_errors("prefix hits"):
+                cached = self._cached(request)
+            prompt = AddressedPrompt(request, self._queue, self.id, cached)
             if self.pulling.draining or self.pulling.stalled:
                 await prompt.give_back()
             elif self.pulling.receive(prompt):

@@ -69,8 +69,8 @@ class Pulling:
     """Mean time of a prompt in the engine."""
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     addressed: AddressedPrompts = field(default_factory=AddressedPrompts)
-    _begun_addressed: bool = False
-    """Whether the last prompt was an addressed one, so that the queue is next."""
+    _addressed_turn: int = 1
+    """Tokens of addressed prompts to begin before the next pull: as many as the last pulled prompts had."""
     _seen_since: float = 0.0
     """Monotonic time since which the queue has prompts; 0: it has none."""
     _waiting: asyncio.Timeout | None = field(default=None)
@@ -81,11 +81,11 @@ class Pulling:
         by turns. Return an empty list if there is none. A worker without other work waits at the queue for `PULL_WAIT`,
         or until `stop_waiting`. Raises QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
-        if not self._begun_addressed and (prompt := self.addressed.pop(flex=False)):
-            self._begun_addressed = True
+        if self._addressed_turn > 0 and (prompt := self.addressed.pop(flex=False)):
+            self._addressed_turn -= prompt.tokens
             return [prompt]
-        self._begun_addressed = False
         pulled = await self._pull()
+        self._addressed_turn = sum(len(delivery.request.prompt) for delivery in pulled) or 1
         if not pulled and self._has_capacity() and (prompt := self.addressed.pop(flex=True)):
             return [prompt]
         return pulled

@@ -91,6 +91,16 @@ async def test_addressed_and_queued_prompts_take_turns(full: Scene) -> None:
     assert sorted(found[2:]) == ["mine-1", "queued-1"]
 
 
+async def test_small_addressed_prompts_begin_before_the_next_pull(full: Scene) -> None:
+    """As many as have the tokens of the last pulled prompt, because other workers may pull the next one."""
+    for number in range(2):
+        await full.ask(f"queued-{number}", list(range(3000 + number, 3200 + number)))
+    for number in range(4):
+        await address(full, f"mine-{number}", list(range(2000 + number, 2090 + number)))
+    await until(lambda: waiting(full) == 4)
+    assert await order(full, 6) == ["mine-0", "mine-1", "mine-2", "queued-0", "mine-3", "queued-1"]
+
+
 async def test_clients_have_turns_and_flex_prompts_come_last(full: Scene) -> None:
     for name, client in (("flex", "~b"), ("greedy-0", "a"), ("greedy-1", "a"), ("honest", "c")):
         await address(full, name, [ord(name[0]), *range(2000, 2200), len(name)], client=client)
@@ -125,16 +135,19 @@ async def test_a_drain_returns_the_waiting_prompts(full: Scene) -> None:
     assert isinstance(await full.answer("later"), PrefillFailed)
 
 
-async def test_the_reported_load_leaves_out_cached_tokens_of_running_prompts(full: Scene) -> None:
-    """Waiting prompts count whole, running ones without their cached tokens."""
+async def test_the_reported_load_leaves_out_cached_tokens(full: Scene) -> None:
     await address(full, "mine", list(range(2000, 2300)))
-    await until(lambda: full.decode.loads["prefill-0"][0].tokens == 500)
+    await until(lambda: full.decode.loads["prefill-0"][0].tokens == 200 + 300)
     full.engine.faults.going.set()
     await full.done("mine")
     full.engine.faults.going.clear()
+    await full.ask("other", list(range(5000, 5200)))
+    await until(lambda: begun(full) == ["other"])
     await address(full, "again", list(range(2000, 2300)))
-    await until(lambda: begun(full) == ["again"])
-    assert full.worker._prompts.pulling.load().tokens == 300 - 288
+    await until(lambda: full.decode.loads["prefill-0"][0].tokens == 200 + 300 - 288)
+    full.engine.faults.going.set()
+    await full.done("other")
+    await full.done("again")
 
 
 async def test_nothing_is_reported_until_a_prompt_finds_a_prefix(scene: Scene) -> None:
