@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a real NATS and a real etcd for the session. Also which tests may run in parallel."""
+"""Fixtures of all tests, and the order in which processes run the files."""
 
 import gc
 import os

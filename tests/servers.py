@@ -1,4 +1,4 @@
-"""Real servers for tests, on free ports: use these directly, or the fixtures of conftest."""
+"""Real servers for tests, on free ports."""
 
 import asyncio
 import os

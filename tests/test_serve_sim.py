@@ -176,8 +176,8 @@ def test_a_setting_reaches_the_workers(graph: KeyedServe) -> None:
 
 
 def test_live_settings_stay_with_their_file(serve: Serve, tmp_path: Path) -> None:
-    """Settings stay when their file is served again, and are printed; another file in the same state directory begins
-    without them. The graphs are stopped by Ctrl-C, by closing the terminal, and by SIGINT. The last one logs JSON."""
+    """Settings stay when their file is served again. Another file in the same state directory begins without them. The
+    graphs are stopped by Ctrl-C, by closing the terminal, and by SIGINT."""
     with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         assert "starting decode-0, prefill-0 (Ctrl-C stops)" in terminal.text

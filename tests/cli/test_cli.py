@@ -1,4 +1,4 @@
-"""Output and exit codes of the commands. Most run in this process, because starting one takes half a second."""
+"""Output and exit codes of the commands. Most run in this process: a new process takes half a second to start."""
 
 import json
 import os

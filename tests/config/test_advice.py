@@ -69,7 +69,7 @@ def mutated(text: str, chance: random.Random) -> str:
 
 
 def advised(text: str, problem: str) -> str | None:
-    """Return the text after following the problem's advice; None if following it takes a person."""
+    """Return the text after following the problem's advice; None if a script cannot follow it."""
     place = re.search(r"graph\.yaml:(\d+): (\S+) (.*)", problem)
     if place is None:
         return None

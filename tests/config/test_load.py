@@ -224,7 +224,7 @@ ENVIRONMENT = {
 }
 
 
-def test_the_environment_wins(tmp_path: Path) -> None:
+def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
     config = read(tmp_path, GOOD + GRAPH, ENVIRONMENT)
     assert (config.nats, config.etcd, config.state_dir) == ("nats://h:1", "h:2", Path("/s"))
     assert (config.host, config.kv_port) == ("10.0.0.8", 7100)

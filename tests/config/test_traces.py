@@ -1,4 +1,4 @@
-"""The collector's URL, from the file or from OpenTelemetry's variables, which win."""
+"""OpenTelemetry's variables override the collector's URL in the file."""
 
 from pathlib import Path
 

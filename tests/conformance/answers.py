@@ -22,7 +22,7 @@ _GROWS = {
 }  # fmt: skip
 """Keys whose values are split arbitrarily over events, or that only an output's first chunk has."""
 MIDDLE = "in the middle"
-"""Key, in the result of `events_of`, of each output's chunks without role and finish."""
+"""Key of `events_of`'s result: each output's chunks without role and finish."""
 CLOSE = 0.002
 """Logprobs that differ by at most this count as equal."""
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")

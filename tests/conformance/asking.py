@@ -1,4 +1,4 @@
-"""Requests to each generating route, for tables of cases that apply to all of them."""
+"""Requests to each generating route, from tables of cases."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +49,7 @@ def whole(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def _uncached(path: str, name: str) -> Body:
-    """A cache salt for `/v1/responses`. Its count of cached tokens would otherwise depend on earlier requests."""
+    """A cache salt for `/v1/responses`, whose count of cached tokens otherwise depends on earlier requests."""
     return {"cache_salt": f"{name} {next(_serial)}"} if path == RESPONSES else {}
 
 

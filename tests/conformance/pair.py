@@ -98,7 +98,7 @@ def alone(url: str, request: Request) -> Answer:
 
 
 def _shaped(path: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """Convert an error of vLLM to the format of the route, if the error has another one (two listed differences)."""
+    """Convert an error of vLLM to the format of the route. (docs/api.md lists both other formats.)"""
     body, status = answer["body"], answer["status"]
     if status == 400 and isinstance(body, dict) and "detail" in body:
         error = {"message": body["detail"], "type": "BadRequestError", "param": None, "code": status}

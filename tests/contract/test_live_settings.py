@@ -10,7 +10,7 @@ THRESHOLD = {**ADAPTIVE, "policy": "threshold", "router": "kv"}
 LENGTH = "max-local-prefill-length"
 
 
-def test_invalid_numbers_are_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     for text in ["\uff15", "٣", "5\n", "\n5", " 5", "+5", "5_0", "5.0", "-1", "", "2147483648", "²"]:
         assert value_error(LENGTH, text) == "a whole number from 0 to 2147483647"
     assert value_error("router", "5") == "one of round-robin, least-loaded, kv"

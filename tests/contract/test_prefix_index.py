@@ -126,7 +126,7 @@ def test_a_forgotten_worker_has_no_entries() -> None:
 
 @pytest.mark.parametrize(("size", "stride"), [(0, 1), (-16, 1), (1 << 62, 1), (16, 0)])
 def test_a_report_of_impossible_blocks_is_refused(size: int, stride: int) -> None:
-    """In the index it would be an error for each prompt."""
+    """In the index, such a report would cause an error for each prompt."""
     report = PrefixesChanged(size, stride, [b"12345678"], [], whole=True)
     with pytest.raises(ProtocolError):
         decode_to_frontend(encode(report))

@@ -52,7 +52,7 @@ def test_leading_cached_blocks_are_a_hit(prompt: list[int], salt: str | None, hi
         assert cached(100, 8, list(range(40)), salt).hit(PromptNames(prompt, salt)) == 40
 
 
-def test_each_change_is_reported_once_and_copies_count_as_one() -> None:
+def test_changes_of_blocks_with_copies_are_reported_once() -> None:
     prefixes = cached(100, 8, list(range(24)))
     first, second, third = block_names(list(range(24)), 8)
     prefixes.add(first, 1)  # a second copy of the block

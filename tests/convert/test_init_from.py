@@ -171,7 +171,7 @@ def test_a_shell_script_is_converted(tmp_path: Path) -> None:
     }
 
 
-def test_a_container_and_a_deployment_are_converted(tmp_path: Path) -> None:
+def test_container_commands_and_manifests_are_converted(tmp_path: Path) -> None:
     graph, config = converted(tmp_path, "run.sh", DOCKER)
     assert list(graph.dropped) == ["--use-v2-block-manager"]
     assert config.prefill is not None

@@ -1,5 +1,4 @@
-"""Alerts of load, of failing requests and of workers that die again and again: each is fired by its cause in a real
-Prometheus. Alerts of outages: `test_outages.py`; of pods: `test_chart_pods.py`."""
+"""Too much load and repeated failures fire their alerts in a real Prometheus. (Outages: `test_outages.py`.)"""
 
 import asyncio
 import os

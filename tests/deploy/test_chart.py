@@ -50,7 +50,7 @@ KNOWN_VARIABLES = {
 }
 
 
-def test_lint() -> None:
+def test_helm_lints_the_chart() -> None:
     """Lints only with `SECRETS`, because other tests render all other values."""
     linted = helm("lint", SECRETS, "--strict")
     assert linted.returncode == 0, linted.stdout + linted.stderr
@@ -268,7 +268,7 @@ def test_only_the_api_is_exposed() -> None:
     assert (backend["name"], backend["port"]) == ("llm", port["port"])
 
 
-def test_the_operator_of_prometheus_finds_all_roles_and_the_same_alerts() -> None:
+def test_the_prometheus_operator_gets_all_roles_and_alerts() -> None:
     rendering = combination("cluster")
     spec = rendering.of("PodMonitor")["llm"]["spec"]
     (components,) = spec["selector"]["matchExpressions"]

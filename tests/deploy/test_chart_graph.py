@@ -29,7 +29,7 @@ from tests.observe.test_metrics_page import METRICS
 EACH = ("demo", "gpus", "both", "alone", "scaled", "clusters", "servers", "joined")
 POD_IP = "10.1.2.3"
 FIELDS = {"status.podIP": POD_IP}
-"""values of pod fields; other fields are labels of a LeaderWorkerSet, here 0"""
+"""Values of pod fields. Other fields, which are labels of a LeaderWorkerSet, get 0."""
 RANK = "PDSERVE_NODE_RANK"
 ENGINE = Path(__file__).parents[2] / "pdserve/engine/vllm/process.py"
 LEASE = int(re.findall(r"^LEASE = (\d+)$", ENGINE.read_text(), re.M)[0])

@@ -1,6 +1,4 @@
-"""The rendered pods run with simulated engines in the benchmarks' small kubelet (`hosts/pods.py`). (Processes replaced
-under load: `tests/wire/test_rolling.py`; lost hosts: chaos; hours of load: `python -m pdserve_bench.soak --form
-pods`.)"""
+"""The rendered pods run with simulated engines in the benchmarks' small kubelet (`hosts/pods.py`)."""
 
 import asyncio
 import os
@@ -61,7 +59,7 @@ OUTAGES = (
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("values", [{"config": YAML}, CLUSTER], ids=["defaults", "cluster"])
-def test_the_pods_get_ready_answer_and_end_well(
+def test_pods_get_ready_serve_requests_and_end(
     tmp_path: Path, credentials: Credentials, values: Object
 ) -> None:
     with hosts(tmp_path) as net:

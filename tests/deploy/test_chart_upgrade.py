@@ -33,7 +33,7 @@ OLD, NEW = "0.8.0", "0.9.0"
 SPEED = {"step-seconds": 0.02, "prefill-rate": 5000, "lease": 12}
 CLIENTS = 6
 PATIENCE = 120.0
-"""Seconds after which a request counts as hung, and within which a replaced graph prefills remotely."""
+"""Maximum seconds of a request, and maximum seconds until a replaced graph prefills remotely."""
 SETTLE = 40.0
 """Seconds until all KV must be free: longer than a KV lease."""
 SERVERS: Object = {"nats": {"image": "nats:2.13"}, "etcd": {"image": "etcd:3.7"}}

@@ -189,7 +189,7 @@ class _ComposeNats(EmbeddedNats):
         return [str(nats_binary()), *replaced(words[1:], ours)]
 
 
-async def test_nats_starts_with_these_flags_and_is_healthy(tmp_path: Path, credentials: Credentials) -> None:
+async def test_nats_with_the_flags_of_the_file_is_healthy(tmp_path: Path, credentials: Credentials) -> None:
     check = load(BASE)["services"]["nats"]["healthcheck"]["test"]
     asked = urlsplit(check[-1])
     assert check[1] == "wget"
@@ -216,7 +216,7 @@ class _ComposeEtcd(EmbeddedEtcd):
         return [str(etcd_binary()), *replaced(words[1:], ours | {"=/data": f"={self.data_dir}/data"})]
 
 
-async def test_etcd_starts_with_these_flags_and_is_healthy(tmp_path: Path, credentials: Credentials) -> None:
+async def test_etcd_with_the_flags_of_the_file_is_healthy(tmp_path: Path, credentials: Credentials) -> None:
     check = _etcdctl(load(BASE)["services"]["etcd"]["healthcheck"]["test"])
     async with _ComposeEtcd(tmp_path, credentials=credentials) as server:
         check = replaced(check, {"127.0.0.1:2379": server.url, "/credentials": str(credentials.folder)})

@@ -91,8 +91,7 @@ def test_only_folders_of_pdserve_may_be_written(unit: str) -> None:
 
 
 def test_a_role_starts_again_whatever_its_exit_code() -> None:
-    """Also after exit code 2, a role starts again, because at boot the address, model folder or GPU driver may come
-    later than the unit."""
+    """At boot, the address, model folder or GPU driver may come later than the unit."""
     assert setting(COMMON, "Restart") == "always"
     assert setting(COMMON, "StartLimitIntervalSec") == "0"
     assert "RestartPreventExitStatus" not in COMMON

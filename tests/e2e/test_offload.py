@@ -62,7 +62,7 @@ async def rounds(vllm_server: Reference) -> list[list[tuple[Case, list[int]]]]:
     return found
 
 
-async def ways(graph: RealGraph, asked: list[tuple[Case, list[int]]]) -> list[str]:
+async def prefill_modes(graph: RealGraph, asked: list[tuple[Case, list[int]]]) -> list[str]:
     """Send the requests one after another, check the tokens, and return how each prompt was prefilled."""
     answers = [await complete(graph, case, stream=False) for case, _ in asked]
     assert [answer.tokens for answer in answers] == [tokens for _, tokens in asked]
@@ -99,8 +99,8 @@ async def test_evicted_conversations_are_loaded_again(
     decode, prefill = workers(offloading)
     assert (decode["host_tokens"], decode["disk_tokens"]) == (5120, 8192)
     assert (prefill["host_tokens"], prefill["disk_tokens"]) == (65536, 0)
-    assert await ways(offloading, rounds[0]) == ["remote"] * 8
-    found = await ways(offloading, rounds[1][::-1])
+    assert await prefill_modes(offloading, rounds[0]) == ["remote"] * 8
+    found = await prefill_modes(offloading, rounds[1][::-1])
     assert found[:3] == ["local"] * 3
     assert found[-3:] == ["remote"] * 3
     assert loaded(offloading, decode["id"], "disk") > 0
@@ -124,11 +124,11 @@ async def test_blocks_that_are_damaged_on_disk_are_computed_again(
     offloading: RealGraph, rounds: list[list[tuple[Case, list[int]]]]
 ) -> None:
     last = rounds[1][3:]
-    await ways(offloading, last)
+    await prefill_modes(offloading, last)
     (decode, _), folder = workers(offloading), offloading.env["PDSERVE_STATE_DIR"]
     (size,) = [
         os.pwrite(file, CHANCE.randbytes(os.fstat(file).st_size), 0) for file in files_on_disk(decode, folder)
     ]
     assert size > 0
-    await ways(offloading, last)
+    await prefill_modes(offloading, last)
     assert offloading.metrics()("vllm:kv_offload_tiering_promotion_job_failures_total") > 0

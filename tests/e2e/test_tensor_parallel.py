@@ -1,6 +1,5 @@
 """Engines of different tensor-parallel sizes: KV heads are divided, copied or joined in transfer, and the tokens are
-those of one rank. Some layers of one model have a sliding window. (A graph with such a worker:
-`test_spans_hosts.py`.)"""
+those of one rank. Some layers of one model have a sliding window."""
 
 import asyncio
 import json

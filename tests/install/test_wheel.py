@@ -138,9 +138,8 @@ def test_wheel_and_sdist_have_all_that_a_user_needs_and_no_tests(built: Path) ->
 @pytest.mark.engines
 @pytest.mark.timeout(600)
 def test_serve_in_a_hostile_folder_answers_its_first_request(user: User, environment: Path) -> None:
-    """The user runs the tests' engine with the wheel's pdserve, demo graph and default dtype. (Other tests of real
-    engines use float32, for exact tokens.) The policy is set to prefill remotely, because an idle decode worker would
-    prefill locally."""
+    """The user runs the tests' engine with the wheel's pdserve, demo graph and default dtype. The policy is set to
+    prefill remotely, because an idle decode worker would prefill locally."""
     user.env[ENGINE_VARIABLE] = sys.prefix
     hostile = HostileFolder(user.folder)
     with user.serving() as (url, wait_for):

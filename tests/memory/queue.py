@@ -34,8 +34,6 @@ class _Entry:
 
 @dataclass
 class _ModelQueue:
-    """One model's queue."""
-
     entries: list[_Entry] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
     cancelled: LruDict[None] = field(default_factory=lambda: LruDict(20_000))

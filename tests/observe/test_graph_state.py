@@ -68,7 +68,6 @@ def test_receipts_of_all_frontends_are_merged_newest_first() -> None:
 
 
 def test_receipts_with_a_detour_are_kept_beyond_the_newest() -> None:
-    """The detour here is a fallback to local prefill."""
     usual = [Receipt(str(age), "a", "/", age) for age in range(MAX_REPORTED_RECEIPTS + 5)]
     fell = Receipt("fell", "a", "/", 500.0, hops=[Hop("fallback", 0.5, why="timeout")])
     found = state({"a": ProcessReport(receipts=[*usual, fell])}).receipts

@@ -84,7 +84,7 @@ def losses(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name != "asyncio"]
 
 
-async def test_a_service_has_the_name_of_its_role_or_the_given_one(
+async def test_the_environment_overrides_the_name_of_a_service(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
@@ -98,7 +98,7 @@ async def test_a_service_has_the_name_of_its_role_or_the_given_one(
 
 
 @pytest.mark.parametrize("broken", ["closed", "503", "silent"])
-async def test_each_way_of_losing_spans_is_logged_once(
+async def test_lost_spans_are_logged_at_most_twice(
     collector: Collector, broken: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")

@@ -89,7 +89,6 @@ def test_memory_reserved_by_the_driver_is_not_counted_if_the_driver_tells_it(
 def test_a_container_without_hardware_devices_has_its_own_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marker: bool, hardware: bool, expected: bool
 ) -> None:
-    """A container has its own network if none of its network devices is hardware."""
     (tmp_path / "net/eth0").mkdir(parents=True)
     if hardware:
         (tmp_path / "net/eth0/device").symlink_to("/sys")

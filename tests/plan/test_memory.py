@@ -173,7 +173,7 @@ MISSED: list[Log] = [
     (QWEN_7B, "RTX4090", 23.55, 0.85, {}, 4.45),
     (QWEN_72B, "H100", 79.19, 0.95, TP2, 3.06),
 ]
-"""Starts for which the plan is off by 5 to 10 %, partly for reasons in docs/memory.md."""
+"""Starts for which the plan is off by 5 to 10 % (docs/memory.md)."""
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_a_role_that_runs_alone_counts_fixed_ports_by_its_index(tmp_path: Path) 
     assert {slot.pages_port for slot in plan(tmp_path, LOCAL, machine()).slots} == {0}
 
 
-def test_the_users_devices_win(tmp_path: Path) -> None:
+def test_devices_of_the_environment_override_the_plan(tmp_path: Path) -> None:
     slot = plan(tmp_path, LOCAL, WIRED, env={"UCX_NET_DEVICES": "eth0", "UCX_TLS": "tcp"}).slots[0]
     assert slot.env["UCX_NET_DEVICES"] == "eth0"
     assert slot.env["GLOO_SOCKET_IFNAME"] == "lo"
@@ -254,7 +254,7 @@ def test_the_users_devices_win(tmp_path: Path) -> None:
     assert "UCX_NET_DEVICES" not in plan(tmp_path, ray, WIRED).slots[0].env
 
 
-def test_the_file_and_the_environment_win_on_the_cpu(tmp_path: Path) -> None:
+def test_file_and_environment_override_defaults_on_the_cpu(tmp_path: Path) -> None:
     given = {"VLLM_CPU_KVCACHE_SPACE": "3", "OMP_NUM_THREADS": "5"}
     found = plan(tmp_path, decode("enforce-eager: false"), machine(), env=given)
     assert found.slots[0].env.items() >= given.items()
@@ -332,10 +332,10 @@ ADAPTERS = local(
     ("max-model-len]", "max-model-len, enable-lora, max-loras, max-lora-rank]"),
 )
 CPU, H100, CPU_BUILD = machine(), machine(("H100", 80)), machine(("A10", 24), build="cpu")
-SHARED = dataclasses.replace(machine(*[("H100", 80)] * 3), shared=4 << 30)
+SHM_4G = dataclasses.replace(machine(*[("H100", 80)] * 3), shared=4 << 30)
 STAGES = "PrefillWorker:\n  pipeline-parallel-size: 2"
-NOWHERE = "kv-offload-disk: 2GiB\n  kv-offload-folder: /dev/null/kv"
-DISK = "kv-offload-disk: 900TiB\n  ServiceArgs: {workers: 2}\n  kv-offload-folder: /tmp"
+NO_DIR = "kv-offload-disk: 2GiB\n  kv-offload-folder: /dev/null/kv"
+HUGE = "kv-offload-disk: 900TiB\n  ServiceArgs: {workers: 2}\n  kv-offload-folder: /tmp"
 PROBLEMS = [
     (local(("block-size: 32", "block-size: 16")), CPU, "block-size 16 does not run on the CPU: "),
     (local(("4096", "100000")), CPU, "max-model-len 100,000 of decode is more than the model's 8,192: "),
@@ -365,14 +365,14 @@ PROBLEMS = [
     ),
     (ADAPTERS, machine(ram=16), "The graph needs about "),
     (offload("12GiB"), machine(ram=16), "The graph needs about "),
-    (offload("12GiB"), SHARED, "kv-offload needs 12.0 GiB of /dev/shm in all, but it has 4.0 GiB"),
+    (offload("12GiB"), SHM_4G, "kv-offload needs 12.0 GiB of /dev/shm in all, but it has 4.0 GiB"),
     (offload("7MiB"), CPU, "kv-offload of decode has no room for the KV of one request of max-model-len"),
     (offload("1GiB", "pipeline-parallel-size: 2"), CPU, "kv-offload of decode does not work with pipeline-p"),
     (offload("1GiB", "engine: sim"), CPU, "kv-offload of decode does not work with engine: sim: remove it."),
     (offload("1GiB", "kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode adds nothing, because"),
     (decode("kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode needs kv-offload, from which KV"),
-    (offload("1GiB", NOWHERE), CPU, "kv-offload-disk of decode-0: /dev/null/kv cannot be written: set"),
-    (offload("1GiB", DISK), CPU, "kv-offload-disk needs 1843200.0 GiB in all on the disk of /tmp, where "),
+    (offload("1GiB", NO_DIR), CPU, "kv-offload-disk of decode-0: /dev/null/kv cannot be written: set"),
+    (offload("1GiB", HUGE), CPU, "kv-offload-disk needs 1843200.0 GiB in all on the disk of /tmp, where "),
     (
         LOCAL,
         machine(build="cuda"),
@@ -393,9 +393,9 @@ def test_problems_are_reported(tmp_path: Path, text: str, on: Machine, problem: 
 
 
 def test_dev_shm_is_checked_only_for_gpu_workers_of_this_machine(tmp_path: Path) -> None:
-    for on in (dataclasses.replace(SHARED, imagined=True), dataclasses.replace(SHARED, gpus=(), build="cpu")):
+    for on in (dataclasses.replace(SHM_4G, imagined=True), dataclasses.replace(SHM_4G, gpus=(), build="cpu")):
         assert plan(tmp_path, offload("12GiB"), on).problems == ()
-    assert plan(tmp_path, offload("3GiB"), SHARED).problems == ()
+    assert plan(tmp_path, offload("3GiB"), SHM_4G).problems == ()
 
 
 def test_too_small_gpus_are_reported_with_the_missing_memory(tmp_path: Path) -> None:

@@ -233,8 +233,8 @@ raise SystemExit(life.run(config(), Slot(Role.DECODE, 0)))
 """
 
 
-def test_a_failed_process_does_not_wait_for_threads_or_change_its_exit_code() -> None:
-    """Signals that arrive after the failure do not change this."""
+def test_signals_do_not_change_the_exit_code_of_a_failed_process() -> None:
+    """Nor does the process wait for its threads."""
     process = subprocess.Popen([sys.executable, "-c", FAIL], stderr=subprocess.PIPE, text=True)
     with process:
         assert process.stderr is not None

@@ -119,7 +119,7 @@ async def test_a_follower_leaves_a_leader_that_died_while_it_waited(server: Memo
             assert follower.side.leader.id == "decode-0-b"
 
 
-async def test_followers_with_another_model_or_file_are_refused(server: MemoryServer) -> None:
+async def test_followers_with_another_model_or_file_do_not_join(server: MemoryServer) -> None:
     leader, strange = leading(server), following(server, model="another")
     async with living(leader, strange):
         await holds(lambda: not leader.met.is_set())

@@ -11,7 +11,7 @@ from tests.conditions import until
 from tests.registry.conftest import Stage, following
 
 
-async def test_put_read_delete(stage: Stage) -> None:
+async def test_keys_are_put_read_and_deleted(stage: Stage) -> None:
     async with stage.registry() as first, stage.registry() as other:
         await first.put("instances/decode/a", b"1")
         await first.put("instances/decode/b", b"2")

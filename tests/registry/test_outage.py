@@ -177,7 +177,7 @@ async def test_a_killed_process_vanishes_when_its_lease_ends(
 
 
 async def test_a_hung_server_loses_no_process(etcd_stage: EtcdStage) -> None:
-    """A cancelled call leaves no created key. No process is seen to vanish. Leaving the registry can be cancelled."""
+    """A cancelled call leaves no created key. Leaving the registry can be cancelled."""
     leaving = etcd_stage.registry()
     await leaving.__aenter__()
 

@@ -53,7 +53,7 @@ async def test_a_lost_process_is_reported(stage: Stage) -> None:
 
 
 async def test_a_lost_worker_is_reported_until_another_replaces_it() -> None:
-    """The replacement may be on another host, as a pod may be. A worker that was already registered replaces none."""
+    """The replacement may be on another host. A worker that was already registered replaces none."""
     server = MemoryServer()
     workers = [replace(DECODE, id=f"decode-0-{name}", host=name) for name in "abc"]
 

@@ -130,7 +130,7 @@ async def test_a_swallowed_cancellation_still_ends_the_task(
     assert once.cancelled()
 
 
-async def test_work_with_again_after_may_return(
+async def test_work_that_returns_runs_again_after_a_pause(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.3)

@@ -20,7 +20,7 @@ from tests.conditions import until
 from tests.supervisor.fakes import QUICK, SERVE, UP, Graph, fake
 
 CRASH = "import sys; print('the cause is here', file=sys.stderr); sys.exit(3)"
-DEAF = f"""
+IGNORES_SIGTERM = f"""
     import os, signal, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     {UP}
@@ -195,7 +195,7 @@ async def test_a_role_that_is_stopped_is_draining_until_it_has_ended(tmp_path: P
     ("stops", "patience"), [(1, 0.3), (2, 60)], ids=["after the deadline", "at the second stop"]
 )
 async def test_a_role_that_does_not_stop_is_killed(tmp_path: Path, stops: int, patience: float) -> None:
-    async with Graph(tmp_path, fake(DEAF), patience=patience) as graph:
+    async with Graph(tmp_path, fake(IGNORES_SIGTERM), patience=patience) as graph:
         await graph.up()
         for _ in range(stops):
             graph.supervisor.stop()

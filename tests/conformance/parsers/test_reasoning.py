@@ -1,5 +1,4 @@
-"""Reasoning with the parser from the YAML, on every route, whole and streamed; grammars that apply after the reasoning;
-`priority` with workers that schedule by priority."""
+"""Reasoning on every route, whole and streamed, also with grammars; and `priority`."""
 
 import pytest
 

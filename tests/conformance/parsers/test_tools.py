@@ -183,8 +183,7 @@ def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
     pair.same(request_)
 
 
-def test_calls_are_found(pair: Pair) -> None:
-    """Both servers find both calls."""
+def test_both_servers_find_both_calls(pair: Pair) -> None:
     answer = pair.same(Request("two calls", CHAT, body(CHAT, HELLO, **written(TWO)))).body
     (choice,) = answer["choices"]
     names = [made["function"]["name"] for made in choice["message"]["tool_calls"]]

@@ -1,5 +1,4 @@
-"""Nothing that a killed supervisor started may be left. (Chaos tests this with a real graph under load, as
-`serve-kill`, and with a killed guardian, as `serve-guardian-kill`.)"""
+"""Nothing that a killed supervisor started may be left."""
 
 import asyncio
 import os
@@ -54,8 +53,8 @@ async def test_the_successor_of_a_killed_guardian_knows_the_graph() -> None:
 
 
 def test_leftovers_of_a_killed_guardian_are_stopped_by_the_next_graph(tmp_path: Path) -> None:
-    """The next graph spares processes of other graphs, even of a running graph whose state directory was copied to make
-    its own. It first waits for a live guardian, which holds the lock while it stops the leftovers itself."""
+    """The next graph spares processes of other graphs, even if its state directory is a copy of theirs. It first waits
+    for a live guardian, which holds the lock while it stops the leftovers itself."""
     with state.locked(tmp_path) as folder:
         ours, stranger = _process("sleep", "600", run=folder.run), _process("sleep", "600", run="another")
         of_the_folder = (tmp_path / "lock").read_text()

@@ -54,7 +54,7 @@ def test_a_process_of_a_role_that_was_never_ready_may_be_given_up(
     assert decide(history, POLICY) == decision
 
 
-def test_a_worker_that_never_starts_is_tried_for_ever_if_others_of_its_role_were_ready() -> None:
+def test_a_role_that_was_ready_is_given_up_only_if_wrongly_configured() -> None:
     assert decide(runs(*[FAILED] * 30), POLICY, kind_was_ready=True) == Restart(30)
     assert decide(runs(FAILED, code=2), POLICY, kind_was_ready=True) == WRONG
 
