@@ -153,7 +153,7 @@ class Load(Struct, frozen=True):
     token_seconds: float = 0.0
     """expected seconds per token of a new prompt"""
     gap_seconds: float = 0.0
-    """the longer of two measured times: of a step without prompts, and from a request's KV to its next token"""
+    """the longer of two means: of a step without prompts, and from the end of a remote prefill to the next token"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
@@ -343,7 +343,7 @@ RETURNED = "returned"
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):
-    """The prefill failed. The decode worker prefills locally, but publishes a `RETURNED` request."""
+    """The prefill failed. The decode worker prefills locally or, if the reason is `RETURNED`, publishes the request."""
 
     request_id: str
     reason: str

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 NAME_BYTES = 8
 MAX_REPORTED = 4096
-"""Maximum of names that a worker reports for its cache. For blocks that are only in host memory, it reports up to as
-many again. Of a larger cache it reports every 2nd block, every 4th, and so on."""
+"""Maximum of names that a worker reports for its cache: if the cache has more blocks, only every 2nd block, every 4th,
+and so on. For blocks that are only in host memory, it reports up to as many again."""
 
 
 def root_name(salt: str | None, adapter: int = 0) -> bytes:

@@ -99,7 +99,7 @@ class Instance(Struct, frozen=True):
     stalled: bool = False
     """its engine makes no progress; it gets no new requests until it does"""
     settings: dict[str, str] = {}
-    """its file's values of the live settings that it obeys (`live_settings.py`)"""
+    """the live settings that it obeys, with the values in its file (`live_settings.py`)"""
     adapters: list[Adapter] | None = None
     """adapters that its engine has or could not load; None: its engine takes no adapters"""
 

@@ -85,7 +85,8 @@ class Receipt(Struct, frozen=True):
     trace_id: str = ""
     """empty: not traced"""
     promise: str = ""
-    """`kept`, or the first miss of the SLO: `ttft`, `gap` or `failed`; empty: no SLO, or not known yet"""
+    """`kept`, or how the SLO was missed: `ttft`, `gap` or `failed`; empty: no SLO, not known yet, an invalid request,
+    or the client left before"""
     broken_by: str = ""
     """the longest hop in the missed `ttft` or `gap`"""
     longest_gap: float = 0.0

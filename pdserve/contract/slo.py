@@ -19,7 +19,7 @@ TTFT_UNCERTAINTY = 0.4
 GAP_VARIATION = 0.3
 """The mean of several gaps is up to this share below the longest of them."""
 MIN_MISS_DIFFERENCE = 0.05
-"""Only a larger difference in expected SLO misses decides alone, between workers or for remote prefill."""
+"""If two workers, or local and remote prefill, differ by less in expected SLO misses, policy or cost decides."""
 OFF = "off"
 """Value of a live setting: no SLO."""
 DURATION = f"a duration with its unit, 1ms to {MAX_SECONDS:g}s, as in 500ms or 2s"

@@ -1,4 +1,4 @@
-"""Writes the graph that serves what another tool's file starts, for the GPUs of this machine."""
+"""Writes a graph with the servers of another tool's file (`servers.py`), for the GPUs of this machine."""
 
 import json
 import re
@@ -32,7 +32,7 @@ _GPU_QUANTIZATION = ("bitsandbytes", "modelopt", "modelopt_fp4")
 class Graph:
     sections: dict[str, dict[str, Any]]
     dropped: dict[str, str] = field(default_factory=dict)
-    """Arguments left out -> the reason, as the end of a sentence that begins with the argument."""
+    """An argument or server that is left out -> the reason, as the end of a sentence that begins with it."""
     keys: list[str] = field(default_factory=list)
     """API keys, for a separate file."""
 
@@ -125,7 +125,7 @@ def _place_arguments(server: Server, graph: Graph, gpus: int) -> None:
         else:
             continue
         del server.args[name]
-    if len(adapters := server.args.get("lora-modules", [])) > 1:  # an engine reads each adapter once
+    if len(adapters := server.args.get("lora-modules", [])) > 1:  # `load` refuses more adapters than fit
         server.args.setdefault("max-cpu-loras", len(adapters))
 
 
@@ -180,7 +180,7 @@ def _write_workers(graph: Graph, decode: Server, prefill: Server, counts: tuple[
 
 
 def _protect(graph: Graph) -> None:
-    """Set Security.allow to what the server exposes, so that clients still reach it."""
+    """Allow clients without keys or TLS if the server allowed them."""
     frontend, security = graph.sections["Frontend"], graph.sections["Security"]
     if str(frontend.get("host", "127.0.0.1")) in ("127.0.0.1", "localhost", "::1"):
         return
@@ -228,6 +228,7 @@ def _scalar(value: object) -> str:
 
 
 def keys_file(graph: Graph, path: Path) -> str:
-    """Set Security.api-keys to `path`, and return that file's text. Short keys stay; frontends warn of them."""
+    """Set Security.api-keys to the name of `path`, and return that file's text. Short keys stay; frontends warn of
+    them."""
     graph.sections.setdefault("Security", {})["api-keys"] = path.name
     return "".join(f"client-{number}={key}\n" for number, key in enumerate(graph.keys, 1))

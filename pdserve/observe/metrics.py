@@ -98,7 +98,7 @@ INSTANCES = Gauge(
 )
 BATCHES = Gauge("pdserve_open_batches", "batches that are not closed, of all API keys", ["folder"])
 BATCH_LINES = Counter(
-    "pdserve_batch_lines_total", "lines of batches that ended; `outcome`: `completed`, `failed`", ["outcome"]
+    "pdserve_batch_lines_total", "batch lines that ended; `outcome`: `completed`, `failed`", ["outcome"]
 )
 BATCHES_FREE = Gauge("pdserve_batches_free_bytes", "free bytes of the disk of `Frontend.batches`", ["folder"])
 SLOT_READY = Gauge(
@@ -187,7 +187,7 @@ CERTIFICATE_END = Gauge(
 TASK_FAILURES = Counter(
     "pdserve_task_failures_total", "failures of background tasks, which are restarted: bugs", ["task"]
 )
-TASKS = Gauge("pdserve_tasks", "asyncio tasks; above its idle value without requests, tasks leak")
+TASKS = Gauge("pdserve_tasks", "asyncio tasks; tasks leak if this grows without requests")
 
 
 class SlotMetrics(Collector):

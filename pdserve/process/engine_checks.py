@@ -28,8 +28,8 @@ PROBE_INTERVAL = 0.5
 STALLS_AFTER = 2.0
 """Seconds without a reply, with almost no CPU time and with idle GPUs, after which an engine is stalled."""
 HANGS_AFTER = 30.0
-"""Seconds without a reply, with almost no CPU time, after which an engine is killed. Engines reply between two steps. A
-longer step uses CPU time."""
+"""Seconds without a reply, with almost no CPU time, after which an engine is killed. An engine replies between two
+steps. If a step takes long, it uses CPU time."""
 SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
 """Seconds without a reply after which an engine is killed even if it uses CPU time: vLLM's own bound for a step."""
 BUSY = 0.1

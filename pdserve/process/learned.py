@@ -11,7 +11,7 @@ WEIGHT = 0.2
 FAR_OFF = 3.0
 """Factor from the mean beyond which a measurement is a change of speed or an outlier, not noise."""
 MAX_ROW = 8
-"""Maximum length of a row of prompts (`PrefillSpeed`), in prompts of average length."""
+"""A row of prompts (`PrefillSpeed`) ends when it has more tokens than this many average calls of `done`."""
 MIN_MEASURED_TOKENS = 256
 """Fewest tokens of a measurement: with fewer, the fixed cost of a step dominates."""
 HALF_LIFE = 10.0
@@ -47,7 +47,7 @@ class PrefillSpeed:
     def __init__(self) -> None:
         self.token_seconds = LearnedMean()
         self._usual = 0.0
-        """Mean tokens of a prompt."""
+        """Mean `tokens` of `done`."""
         self._free = 0.0
         """Monotonic seconds of the end of the last prompt."""
         self._tokens, self._seconds = 0, 0.0

@@ -60,7 +60,7 @@ class Service(ABC):
         self.on_failure: Callable[[], object] = lambda: None
         """Called when a failure ends the service."""
         self.tasks: asyncio.TaskGroup
-        """Tasks of requests and other work that ends; exists from the call of `permanent` to the end of `drain`."""
+        """Tasks of requests and of permanent work; exists from the call of `permanent` to the end of `drain`."""
         self.tracer = Tracer()
         self.connections = OutageTracker()
         self._config = config
@@ -92,8 +92,8 @@ class Service(ABC):
             raise
 
     async def run(self) -> None:
-        """Serve until `stop`, then drain. Raises EngineDead after a call of `engine_died`, and other errors as a group.
-        No background task outlives it."""
+        """Serve until `stop`, then drain. Errors of `start` are raised as they are. Later, it raises EngineDead (after
+        a call of `engine_died`) or a group with other errors. No background task outlives it."""
         async with process_owner(), AsyncExitStack() as stack:
             await self.start(stack)
             if endpoint := self._config.otlp_endpoint:

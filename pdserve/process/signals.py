@@ -12,7 +12,7 @@ _HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.
 STOPPERS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
 """From a supervisor, from Ctrl-C, and from a closed terminal (unless `nohup` made this process ignore that signal)."""
 SUPERVISOR_DIED = signal.SIGUSR1
-"""The kernel sends it when the supervisor ends. It ends a role that has no handler yet, because it still starts. Other
+"""The kernel sends it when the supervisor ends. A role that is still starting has no handler for it, and ends. Other
 roles wait for SIGTERM from the guardian."""
 SAME_STOP = 0.2
 """Seconds within which further signals belong to the same stop. The command `timeout` signals its child and then its

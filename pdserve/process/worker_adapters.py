@@ -30,8 +30,8 @@ MAX_PROBLEM = 500
 
 
 class WorkerAdapters:
-    """Loads and unloads the adapters of a worker's engine. An unloaded adapter stays in the engine until another one
-    needs its place, so that its requests can finish here or migrate to this worker."""
+    """Loads and unloads the adapters of a worker's engine. An adapter that a frontend unloads stays in the engine until
+    another one needs its place, so that its requests can finish here or migrate to this worker."""
 
     def __init__(
         self, engine: Engine, engine_args: Mapping[str, object], model: str, registry: Registry

@@ -2,7 +2,7 @@
 
 The JetStream stream numbers the requests: 1, 2, 3, … A decode worker learns the numbers ("sequences") of its own
 requests when they are stored, and the queue state when they are pulled. Prefill workers broadcast this state only if
-others need it (`reports.py`). Without a broadcast, requests of other processes may count as pulled.
+others need it (`reports.py`). Without a broadcast, waiting requests of other processes may not be counted.
 """
 
 from collections.abc import Callable, Iterable

@@ -50,9 +50,9 @@ class Registry(Lifetime):
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> bool:
-        """Atomically create a leased key; return False if it exists. The process owns the key until it deletes the key,
-        or its lease expires during an outage: this key is not written again. Raises RegistryUnavailable if the server
-        does not accept it at once; the key then does not exist, or not for long."""
+        """Atomically create a leased key; return False if it exists. Unlike a key of `put`, it is not written again if
+        it is lost, such as when the lease expires during an outage. Raises RegistryUnavailable if the server does not
+        accept it at once; the key then does not exist, or not for long."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:

@@ -35,9 +35,8 @@ class Tls:
         return self._unsent.read()
 
     def decrypt(self, received: bytes) -> bytes:
-        """Return the decrypted data. The caller then sends the result of `encrypt`, even for b"": TLS may have to
-        reply. Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or
-        rejects this side."""
+        """Return the decrypted data. Then send `encrypt(b"")`, because TLS may have to reply. Raises ssl.SSLError if
+        the other side does not speak TLS, is not of this graph, or rejects this side."""
         self._received.write(received)
         parts = []
         if self._shake_hands():

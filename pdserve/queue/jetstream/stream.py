@@ -197,7 +197,7 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
         "duplicate_window": min(120.0, limits.max_age),
         "no_ack": False,
         "sealed": False,
-        # both are set in a sealed stream; another worker may copy them into the stream that replaces it
+        # a sealed stream has both; a worker that has read its settings may write them into the stream that replaces it
         "deny_delete": False,
         "deny_purge": False,
     }
