@@ -64,19 +64,6 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
             assert answer.text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_prompt_beyond_the_context_counts_as_no_more_tokens_than_the_context(graph: Graph) -> None:
-    """It is refused once it is tokenized. Requests behind it would be refused for a wait that it never causes."""
-    async with worker(graph):
-        model = graph.models.find(NAME)
-        crowd = flood(graph, SLOTS + 1, max_tokens=200)
-        await until(lambda: len(model.admission) == 1)
-        (too_long,) = flood(graph, 1, prompt=[1] * 100_000)
-        await until(lambda: len(model.admission) == 2)
-        assert model.admission.queue.tokens < 2 * model.card.max_model_len
-        assert (await too_long).status_code == 400
-        assert {answer.status_code for answer in await asyncio.gather(*crowd)} == {200}
-
-
 async def test_flex_requests_pause_for_others_and_continue(graph: Graph) -> None:
     async with worker(graph) as engine:
         admission = graph.models.find(NAME).admission
@@ -147,3 +134,16 @@ async def test_a_client_that_disconnects_ends_its_waiting_sequences(graph: Graph
         await until(lambda: not len(admission) and not engine.usage.running)
         assert not admission.queue.running
         assert await engine.all_blocks_free()
+
+
+async def test_a_prompt_beyond_the_context_counts_as_no_more_tokens_than_the_context(graph: Graph) -> None:
+    """It is refused once it is tokenized. Requests behind it would be refused for a wait that it never causes."""
+    async with worker(graph):
+        model = graph.models.find(NAME)
+        crowd = flood(graph, SLOTS + 1, max_tokens=200)
+        await until(lambda: len(model.admission) == 1)
+        (too_long,) = flood(graph, 1, prompt=[1] * 100_000)
+        await until(lambda: len(model.admission) == 2)
+        assert model.admission.queue.tokens < 2 * model.card.max_model_len
+        assert (await too_long).status_code == 400
+        assert {answer.status_code for answer in await asyncio.gather(*crowd)} == {200}
