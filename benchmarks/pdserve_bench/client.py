@@ -34,8 +34,6 @@ class BadAnswer(Exception):
 
 
 class Outcome(StrEnum):
-    """The state of a request that was sent."""
-
     FINISHED = "finished"
     FAILED = "failed"
     """An error status, an error in the stream, a broken connection, or a timeout."""
@@ -87,7 +85,6 @@ class Exchange:
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token; None without one."""
         return self.arrivals[0] - self.started if self.arrivals else None
 
     @property
@@ -472,7 +469,6 @@ def post(
     path: str = COMPLETIONS,
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return the bytes of a POST request."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = {
         "host": urlsplit(url).netloc,

@@ -61,7 +61,7 @@ def test_growth_in_the_first_rounds_and_a_single_peak_are_no_leaks() -> None:
     assert SoakRounds([*early, *samples[5:-1], peak]).problems == []
 
 
-def test_growth_of_stored_data_and_lost_processes_are_problems() -> None:
+def test_lost_processes_and_growing_stored_data_are_problems() -> None:
     samples = series()
     kept: list[UsageSnapshot] = [
         {**sample, "etcd": replace(ETCD, kept=11 + n)} for n, sample in enumerate(samples)

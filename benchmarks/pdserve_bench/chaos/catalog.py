@@ -45,9 +45,7 @@ ALONE_FAULTS: tuple[Fault, ...] = (
 )
 """Faults that need no `serve`."""
 HOST_FAULTS = hosts.HOST_FAULTS
-"""Faults of a graph with a host for each process."""
 CLUSTER_FAULTS = members.CLUSTER_FAULTS
-"""Faults of a graph on clusters of NATS and etcd."""
 
 
 def choose(names: str, faults: Sequence[Fault] = FAULTS) -> tuple[Fault, ...]:

@@ -61,8 +61,6 @@ class AttemptTrace:
 
 @dataclass(frozen=True)
 class Seen:
-    """The judgement of one request."""
-
     result: Judgement
     pause: float | None = None
     """Seconds of the longest wait for a token, including the first; None if not streamed."""
@@ -93,7 +91,6 @@ def trace(attempt: Attempt, result: Judgement, fault: str, began: float) -> Atte
 
 
 def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool) -> Judgement:
-    """Judge a request. Wrong tokens make it WRONG however it ended."""
     if list(tokens) != list(expected[: len(tokens)]):
         return Judgement.WRONG
     if hung:

@@ -47,8 +47,6 @@ class Case:
 
 @dataclass(eq=False)
 class Attempt(Exchange):
-    """A request for a case, and its response."""
-
     case: Case = field(kw_only=True)
 
     @property

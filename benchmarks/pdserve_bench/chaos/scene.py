@@ -14,8 +14,6 @@ from pdserve_bench.graphs.watch import GraphWatch
 
 @dataclass(frozen=True)
 class Fault:
-    """One row of the scorecard."""
-
     name: str
     description: str
     play: "Callable[[Scene], Awaitable[float | None]]"

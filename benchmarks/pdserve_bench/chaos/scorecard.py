@@ -129,14 +129,12 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def line(row: Row) -> str:
-    """Return the row as a sentence."""
     found = zip(COLUMNS[1:], cells(row)[1:], strict=True)
     said = ", ".join(f"{name} {cell}".strip() for name, cell in found if cell not in ("", "0"))
     return f"{row.fault}: {said}" + (f" (longest: {row.slowest})" if row.slowest else "")
 
 
 def verdict(rows: Sequence[Row], complete: bool) -> str:
-    """Return the result in sentences, with the reasons of skipped faults."""
     faults = [row for row in rows if row.victim]
     lines = [f"{row.fault} skipped: {row.skipped}" for row in rows if row.skipped]
     lines += [f"{row.fault}: {sentence}" for row in rows for sentence in row.amiss]

@@ -39,8 +39,6 @@ FIGURES = {
 
 @dataclass
 class ClientsComparison:
-    """Results can be read at any time."""
-
     maker: CandidateMaker
     counts: Sequence[int]
     prompt_tokens: int

@@ -36,8 +36,6 @@ W = TypeVar("W", bound=WorkerConfig)
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that the candidates share."""
-
     kind: HardwareKind
     units: int
     """GPUs, CPU threads, or simulated workers."""
@@ -145,8 +143,6 @@ def _resized(worker: W, count: int, tensor: int) -> W:
 
 @dataclass(frozen=True)
 class CandidateMaker:
-    """Makes the candidates of one file on one machine."""
-
     config: Config
     base: Sections
     here: Hardware

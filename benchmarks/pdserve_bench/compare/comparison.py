@@ -37,7 +37,7 @@ _STOP = 12.0
 _FINALS = 0.4
 """Share of the time for the finalists."""
 _WORTH_STARTING = 20.0
-"""Seconds that probes of a candidate need at least: others are skipped for lack of time."""
+"""Minimal seconds of probes for each candidate. If time is too short, the last candidates are skipped."""
 
 
 def maker_of(file: Path) -> CandidateMaker:

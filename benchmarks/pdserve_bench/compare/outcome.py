@@ -94,7 +94,6 @@ def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
 
 
 def _next_step(comparison: Comparison, found: Recommendation, written: Path | None) -> str:
-    """Return the command to run next."""
     candidate = comparison.candidate(found)
     if candidate is None:
         return ""
@@ -107,7 +106,6 @@ def _next_step(comparison: Comparison, found: Recommendation, written: Path | No
 
 
 def winning_file(comparison: Comparison, candidate: Candidate, found: Recommendation) -> str:
-    """Return YAML for `pdserve serve -f`."""
     base = with_model(read_sections(comparison.options.file), _model_as_written(comparison))
     sections: dict[str, Any] = reshape(base, candidate.shape)
     head = [

@@ -118,8 +118,6 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Criteria:
-    """Parameters of a recommendation."""
-
     slo: Slo = field(default_factory=Slo)
     share: float = SHARE
     rate: float | None = None

@@ -12,8 +12,6 @@ from pdserve_bench.graphs.simulated import write
 
 
 class System(Protocol):
-    """Starts one system."""
-
     def start(self, folder: Path) -> AbstractAsyncContextManager[Endpoint]:
         """Start in an empty folder; stop on exit. Raises ConfigError and Unavailable if it does not start."""
 

@@ -186,7 +186,6 @@ def _attackers(fuzzer: Fuzzer, folder: Path, max_model_len: int, kinds: list[str
 
 
 async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -> None:
-    """Log the canary's waits."""
     for _ in range(max(1, round(seconds / 10))):
         await asyncio.sleep(min(10, seconds))
         longest, slowest = _longest(load, first)

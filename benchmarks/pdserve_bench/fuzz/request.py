@@ -9,8 +9,6 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FuzzRequest:
-    """A request as bytes."""
-
     name: str
     path: str
     raw: bytes

@@ -55,8 +55,6 @@ JUDGE_LATER = GoodputOptions(Slo(3600.0, 3600.0), share=0.0)
 
 @dataclass
 class Probe:
-    """A measurement at one rate."""
-
     rate: float
     seconds: float
     """Duration of the load, unless cut short."""

@@ -26,8 +26,6 @@ _ERRORS = 3
 
 
 class GoodputResult:
-    """Results so far."""
-
     def __init__(self, options: GoodputOptions) -> None:
         self.options = options
         self.probes: list[Probe] = []
@@ -136,7 +134,6 @@ def report_of(result: GoodputResult, title: str) -> Report:
 
 
 def lead_of(result: GoodputResult) -> str:
-    """Return the result in one or two sentences."""
     options, low, high = result.options, result.search.carried, result.search.broken
     promise = f"{100 * options.share:g} % of the requests keep the SLO: {options.slo}"
     missed = sum((each.tally for each in result.of(high)), Tally()).describe()
@@ -154,7 +151,6 @@ def lead_of(result: GoodputResult) -> str:
 
 
 def _line(result: GoodputResult, made: Probe) -> str:
-    """Return the log line of a finished probe."""
     parts = [f"{made.rate:.3g} req/s: {100 * made.share:.0f} % of {made.judged} kept"]
     parts += [f"missed: {missed}"] if (missed := made.tally.describe()) else []
     parts += [f"({remark})"] if (remark := _remark(made)) else []

@@ -201,7 +201,6 @@ class RunningGraph:
             return False
 
     def family(self) -> list[psutil.Process]:
-        """Return the supervisor and its descendants."""
         return family(self.graph.pid)
 
 

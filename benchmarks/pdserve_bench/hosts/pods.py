@@ -77,7 +77,6 @@ class Pod:
 
     @property
     def spec(self) -> Object:
-        """The spec of its container."""
         (container,) = self.template["spec"]["containers"]
         return dict(container)
 
@@ -153,7 +152,6 @@ class Pod:
         ]
 
     def _mounts(self, names: Path) -> str:
-        """The script that mounts the volumes."""
         volumes = {volume["name"]: volume for volume in self.template["spec"]["volumes"]}
         lines = []
         for mount in self.spec["volumeMounts"]:

@@ -85,7 +85,6 @@ class Release(Lifetime):
                     group.create_task(rolls[owner["kind"]](owner))
 
     async def uninstall(self) -> None:
-        """Delete all pods."""
         await asyncio.gather(*(self._delete(each).wait() for each in list(self.running)))
 
     async def _roll_deployment(self, owner: Object) -> None:

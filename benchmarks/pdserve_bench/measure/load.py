@@ -50,7 +50,6 @@ class ClosedLoop(Lifetime, Generic[E]):
             await asyncio.gather(*self._clients, return_exceptions=True)
 
     def join(self, clients: int) -> None:
-        """Add clients."""
         self._clients += [asyncio.create_task(self._client()) for _ in range(clients)]
 
     async def _client(self) -> None:
@@ -94,7 +93,6 @@ def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
 
 
 async def side_by_side(items: Iterable[T], work: Callable[[T], Awaitable[object]], clients: int) -> None:
-    """Process the items with limited concurrency."""
     rest = iter(items)
 
     async def client() -> None:

@@ -137,7 +137,6 @@ class Report:
         return msgspec.json.format(msgspec.json.encode(whole, enc_hook=str), indent=2).decode() + "\n"
 
     def write(self, file: Path) -> None:
-        """Write JSON and log the path."""
         file.write_text(self.as_json())
         print(f"wrote {file}", file=sys.stderr)
 
@@ -158,7 +157,6 @@ def check_outputs(*files: Path | None) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters."""
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
     )

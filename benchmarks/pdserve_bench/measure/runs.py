@@ -105,7 +105,6 @@ def cached_share(finished: Iterable[Exchange]) -> float | None:
 
 
 def latency_rows(figures: Mapping[str, float]) -> Rows:
-    """Return a table of the latencies in `LoadRun.summary`."""
     names = {
         "TTFT": "TTFT",
         "ITL": "gap between tokens (ITL)",
@@ -123,8 +122,6 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class Workload(Protocol):
-    """A program that sends the users' requests."""
-
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
         """Send the requests, and add each to `run` when it starts. Return when all have ended. Set when `run` began and
         ended."""

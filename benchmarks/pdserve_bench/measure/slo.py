@@ -20,7 +20,6 @@ class Slo:
 
     ttft: float = 0.5
     gap: float = 0.06
-    """The longest wait between two tokens."""
 
     def __str__(self) -> str:
         return f"TTFT {1000 * self.ttft:g} ms, no gap over {1000 * self.gap:g} ms"

@@ -59,7 +59,6 @@ class MultiRoundResult:
         ]
 
     def report(self, complete: bool = True) -> Report:
-        """Return the report; its first table is the summary."""
         load, figures = self.load, self.run.summary()
         report = Report(
             f"Multi-round QA: {load.num_users} users of {load.num_rounds} rounds at {self.endpoint.model}, "

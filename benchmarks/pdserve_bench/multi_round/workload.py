@@ -150,7 +150,6 @@ class _Users:
         self._texts = Texts(load.shared_system_prompt, load.user_history_prompt, load.seed)
 
     async def come(self) -> None:
-        """Run all visits until the last user has left."""
         async with asyncio.TaskGroup() as group:
             for visit in self._load.visits():
                 if visit.at >= self._load.seconds:
@@ -180,5 +179,4 @@ class _Users:
 
 
 async def _until(moment: float) -> None:
-    """Sleep until a monotonic time."""
     await asyncio.sleep(max(0.0, moment - time.monotonic()))

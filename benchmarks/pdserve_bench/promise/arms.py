@@ -45,14 +45,11 @@ WAYS = (
 
 
 def arm_of(name: str, slo: Slo) -> Arm:
-    """Return the arm with this SLO."""
     return Arm(name, slo_settings(SloTargets(slo.ttft, slo.gap)))
 
 
 @dataclass
 class Switch:
-    """Changes the live settings of a running graph."""
-
     _registry: Registry
     _before: Mapping[str, str]
 

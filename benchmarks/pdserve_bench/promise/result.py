@@ -121,7 +121,6 @@ def _table(promise: str, result: ArmsRun, cells: Sequence[tuple[str, float, Arm,
 
 
 def _lead(result: ArmsRun) -> str:
-    """Return a sentence with the goodput of each SLO in each of its arms."""
     parts = []
     for name, slo in result.promises.items():
         found = [(arm, goodput(slo, arm, result)) for arm in _judged(name, result)]

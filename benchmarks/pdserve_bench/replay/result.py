@@ -17,7 +17,6 @@ from pdserve_bench.progress import say
 from pdserve_bench.replay.sample import Sample
 
 _PROGRESS = 10.0
-"""Seconds between two lines of progress."""
 _LATE = 0.05
 """Seconds. A note tells if 1 % of the requests were sent with a longer delay."""
 _WIDTH = 50

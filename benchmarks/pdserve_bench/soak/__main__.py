@@ -11,8 +11,8 @@ request got an unexpected response.
 
 With --workers, measure instead what a request costs in graphs of so many simulated workers (`cost.py`).
 
-With --form, soak a graph that is launched in that form for some minutes (`rounds.py`). Each round of 20 s replays a
-part of a trace, adds a few requests that end badly, and restarts one process. Exit code 1 if a request failed, or the
+With --form, launch a graph in that form, and soak it for some minutes (`rounds.py`). Each round of 20 s replays a part
+of a trace, adds a few requests that end badly, and restarts one process. Exit code 1 if a request failed, or the
 idle graph grew beyond the margins.
 """
 

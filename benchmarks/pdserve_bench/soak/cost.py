@@ -31,7 +31,6 @@ PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
 SETTLE = 6.0
 """Seconds from the end of the warm-up to the measurement of the idle graph."""
 IDLE = 20.0
-"""Seconds for which the idle graph is measured."""
 KINDS = ("frontend", "decode", "prefill", "nats", "etcd", "serve")
 
 
@@ -65,8 +64,6 @@ Snapshot = Mapping[str, Use]
 
 @dataclass
 class GraphCost:
-    """The result for one size."""
-
     workers: int
     idle: Snapshot
     """in one second"""
@@ -90,7 +87,6 @@ class _Meter:
     """kind of process by the local port of its TCP connections"""
 
     async def learn(self) -> None:
-        """Find the processes and their connections."""
         async with GraphWatch() as watch:
             await watch.move(self.graph.graph)
             self.pids = {instance.pid: instance.role.value for instance in await watch.instances()}

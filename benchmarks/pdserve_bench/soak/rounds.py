@@ -88,7 +88,6 @@ class SoakRounds:
         return [*self.failures, *growth]
 
     def add(self, what: str, run: LoadRun, mixed: MixedLoad, left: Leftovers) -> None:
-        """Add a round; `what` names it."""
         self.done += mixed.done
         self.done["of the traffic, finished"] += len(run.of(Outcome.FINISHED))
         self.failures += [f"{what}: {count} failed: {text}" for text, count in run.errors()[:SHOWN_ERRORS]]

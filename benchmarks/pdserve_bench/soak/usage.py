@@ -54,7 +54,6 @@ class Part:
     instance: Instance | None = None
     """The role's registration."""
     folder: Path | None = None
-    """Where the process writes files."""
     parent: psutil.Process | None = None
     """The small process that the manager of a role started. None under `serve`."""
 
@@ -152,7 +151,6 @@ async def _tasks(http: httpx.AsyncClient, instance: Instance) -> int:
 
 
 async def nats_keeps(graph: GraphRecord) -> int:
-    """Count messages and consumers of all streams."""
     credentials = graph.load_credentials()
     tls = credentials.client_context() if credentials else None
     async with short_connection(graph.nats, tls) as client:

@@ -15,7 +15,6 @@ ROUNDS = 3
 CONNECTIONS = 20
 """Enough connections to reach every frontend that shares the port."""
 POLL_INTERVAL = 0.01
-"""Seconds between two checks."""
 
 
 async def unload(scene: Scene) -> float | None:

@@ -31,13 +31,10 @@ from pdserve_bench.graphs.sections import read_sections
 
 Body = Mapping[str, object]
 AT_ONCE = 4
-"""Concurrent requests of a feature."""
 LINES = 24
-"""Lines of a batch."""
 OUTPUT = 300
 """Output tokens: enough that a request still runs when its worker is killed."""
 POLL_INTERVAL = 0.01
-"""Seconds between two checks."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,6 @@ async def answers(scene: Scene, bodies: Sequence[Body]) -> list[list[int]]:
 
 
 def begin(scene: Scene, bodies: Sequence[Body]) -> "tuple[list[Exchange], asyncio.Future[list[None]]]":
-    """Send all requests at once."""
     client, within = LoadClient(scene.running.graph.url), 2 * scene.options.patience
     asked = [Exchange(body) for body in bodies]
     paths = [CHAT if "messages" in body else COMPLETIONS for body in bodies]

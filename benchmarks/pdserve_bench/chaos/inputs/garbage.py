@@ -20,7 +20,6 @@ from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene
 
 MAX_LOG_LINES = 2000
-"""Maximum of log lines that the garbage may cause."""
 LOOPBACK = ("127.", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 _HANDSHAKE = 2.0

@@ -39,7 +39,6 @@ ARRIVAL_SECONDS = 0.3
 
 
 async def _play(scene: Scene, role: Role) -> float | None:
-    """Start the extra processes without the supervisor."""
     extras = [_extra(scene, *each) for each in zip(_slots(scene, role), OFFSETS, strict=True)]
     for extra in extras:
         extra.start()

@@ -39,7 +39,6 @@ class Harm(StrEnum):
     """SIGKILL of the engine core only, as by the OOM killer; of several cores one after the other."""
     HANG = "hang"
     CUT = "cut"
-    """No packet in or out for --hold seconds."""
     DAMAGE = "damage"
     """SIGKILL, with files left as by a power cut."""
     DRAIN = "drain"

@@ -15,7 +15,6 @@ from pdserve_bench.hosts.graph import SERVERS, WRONG_CLOCKS, HostsGraph
 SHORT_CUT, LONG_CUT = 10.0, 60.0
 """Seconds of a cut: about one etcd lease, and several."""
 AWAY_SECONDS = 30.0
-"""Seconds until a vanished host is back."""
 LINK_DELAY = 0.025
 """Seconds per link: 50 ms between two hosts."""
 
@@ -32,7 +31,6 @@ async def _cut(scene: Scene, role: str, seconds: float) -> float | None:
 
 
 async def _limit(scene: Scene, rate: str = "", loss: float = 0.0, delay: float = 0.0) -> float | None:
-    """Limit all links."""
     net = _graph(scene).net
     scene.victims.append("all")
     try:

@@ -34,7 +34,6 @@ POLL_INTERVAL = 0.25
 async def on_clusters(
     file: Path, folder: Path, say: Callable[[str], None], **options: Any
 ) -> AsyncIterator[StartedGraph]:
-    """Like `started`, on two clusters."""
     async with cluster(NatsMember, folder) as nats_members, cluster(EtcdMember, folder) as etcd_members:
         servers = {"nats": addresses(nats_members), "etcd": addresses(etcd_members)}
         async with started(file, folder, say, servers=servers, **options) as running:
@@ -161,7 +160,6 @@ async def restart_all(scene: Scene) -> float | None:
 
 
 async def _restart(member: EmbeddedServer) -> None:
-    """Restart a killed member."""
     assert member.child is not None
     await member.child.wait()
     await member.start()

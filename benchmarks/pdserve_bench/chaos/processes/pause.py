@@ -24,7 +24,6 @@ FOLDER = "PDSERVE_STOPPED_CLOCKS"
 PAUSE_SECONDS, SIMULATED_PAUSE_SECONDS = 40.0, 16.0
 """Seconds of the pause: longer than the KV leases of real and of simulated engines."""
 BURST = 16
-"""Requests sent at once before the pause."""
 BURST_LEAD = 0.25
 """Seconds from the burst to the pause, so that prefill results arrive during the pause."""
 _LIBRARY = r"""

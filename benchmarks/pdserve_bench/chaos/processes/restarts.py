@@ -131,7 +131,6 @@ def _is_guardian(process: psutil.Process) -> bool:
 
 
 async def survivors(family: Sequence[psutil.Process], within: float) -> list[psutil.Process]:
-    """Return the processes that have not ended within that many seconds."""
     left, end = [process for process in family if _lives(process)], time.monotonic() + within
     while left and time.monotonic() < end:
         await asyncio.sleep(0.1)
