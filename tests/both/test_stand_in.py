@@ -111,7 +111,7 @@ def test_the_file_turns_stand_ins_on_or_off(stand_in: bool) -> None:
     assert (chosen == GRAPH[Role.PREFILL].service) is not stand_in
 
 
-async def test_a_stand_in_answers_like_a_decode_worker_and_still_prefills_for_others(
+async def test_a_stand_in_decodes_and_still_prefills_for_others(
     stand_in: Decoding[StandIn], frontend: FrontendStream
 ) -> None:
     """A stopped stand-in finishes its requests."""

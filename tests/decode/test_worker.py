@@ -513,7 +513,7 @@ async def test_the_timeout_of_a_remote_prefill_counts_only_computed_tokens() -> 
         assert graph.decode._remote.timeout.seconds(1_000_000, 0, 1) > TIMEOUT_FACTOR * 1_000_000 / 30_000
 
 
-async def test_a_local_prompt_that_waited_counts_without_the_prefix_that_was_computed_meanwhile() -> None:
+async def test_a_local_prompt_counts_without_a_prefix_computed_while_it_waited() -> None:
     """Else the worker would measure a speed that it does not have."""
     async with WorkerGraph(engine_args={"long-prefill-token-threshold": 64}) as graph:
         frontend, learned = await graph.frontend(), list[int]()

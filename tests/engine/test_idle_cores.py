@@ -1,4 +1,4 @@
-"""A step on the CPU has more threads than the plan gives, if its only request is a prompt and cores are idle."""
+"""On the CPU, a step of prompts only has more threads than the plan gives if cores are idle."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +43,7 @@ def threads_of(tokens: dict[str, int], *running: int, fails: bool = False) -> in
     return seen[0]
 
 
-def test_a_lone_prompt_gets_the_idle_cores() -> None:
+def test_prompts_get_the_idle_cores() -> None:
     assert threads_of(PROMPT, 1) == 4
     assert threads_of(PROMPT, 3) == 2
     assert threads_of(PROMPT, 1, fails=True) == 4

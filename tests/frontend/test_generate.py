@@ -39,7 +39,6 @@ def chat(**changes: object) -> dict[str, object]:
 async def complete(
     graph: Graph, *, headers: Mapping[str, str] | None = None, **changes: Any
 ) -> httpx.Response:
-    """Post a completion. Return the response."""
     return await graph.http.post("/v1/completions", json=completion(**changes), headers=headers)
 
 

@@ -45,7 +45,7 @@ ASKED = [
 ]
 
 
-async def test_without_plugins_requests_are_answered_identically_and_there_are_no_pages(graph: Graph) -> None:
+async def test_without_plugins_requests_are_answered_identically(graph: Graph) -> None:
     async with (
         graph.worker(),
         client(graph.app_with(ApiKeys())) as with_plugins,

@@ -20,9 +20,9 @@ from pdserve.util.net import free_port
 
 ANSWERS = {(0, 0): b"metadata"}
 WITHIN = 30.0
-"""Longest wait for an answer, on a busy machine, in seconds."""
-NEVER = 0.3
-"""Wait after which a missing answer counts as a refusal, in seconds."""
+"""maximum of seconds for an answer, on a busy machine"""
+REFUSED_AFTER = 0.3
+"""seconds after which a missing answer counts as a refusal"""
 
 
 @contextmanager
@@ -97,10 +97,10 @@ def test_only_a_process_of_the_graph_is_answered(tmp_path: Path) -> None:
     with listening(ours) as path:
         for key in (None, other, CurveKey(public, secret)):
             with pytest.raises(TimeoutError):
-                side_channel.ask(path, NEVER, key)
+                side_channel.ask(path, REFUSED_AFTER, key)
         side_channel.ask(path, WITHIN, ours)
     with listening(None) as path, pytest.raises(TimeoutError):
-        side_channel.ask(path, NEVER, ours)
+        side_channel.ask(path, REFUSED_AFTER, ours)
 
 
 def test_the_key_depends_on_the_graphs_credentials_only(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ async def test_depth_is_known_without_asking(queues: Queues) -> None:
     assert late.depth == 1
 
 
-async def test_requests_past_their_deadline_do_not_count_though_no_worker_pulls(queues: Queues) -> None:
+async def test_queued_requests_past_their_deadline_do_not_count(queues: Queues) -> None:
     """Requests of a lost decode worker, which withdraws nothing, do not count either."""
     lost, decode, prefill = await queues(), await queues(), await queues()
     for name in ("a", "b"):

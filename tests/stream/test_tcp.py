@@ -96,7 +96,6 @@ async def test_a_worker_of_the_previous_release_gets_no_checksums() -> None:
 
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_silent_frontend_is_disconnected(wire: Wire) -> None:
-    """Another frontend connects and leaves first."""
     async with wire.server(silence=0.3) as server:
         received = server.received()
         async with wire.raw(server.address) as gone:

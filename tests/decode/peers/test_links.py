@@ -61,7 +61,7 @@ async def test_a_worker_with_a_broken_side_channel_is_avoided_for_a_time(
 async def test_a_read_counts_for_the_worker_that_has_the_kv(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
 ) -> None:
-    """Another worker began the prompt, too, because it was delivered twice; its message comes after the answer."""
+    """After the answer comes the message of another worker that began the prompt, too."""
     graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.5)
     request = await frontend.submit(LONG)
     await until(lambda: any(each.phase is Phase.RUNNING for each in graph.decode.requests))

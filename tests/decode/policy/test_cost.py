@@ -90,7 +90,7 @@ def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
     assert seen.left(own, FAST) == pytest.approx((left, token_seconds))
 
 
-def test_a_second_of_any_request_costs_the_same() -> None:
+def test_a_second_of_delay_costs_the_same_for_any_request() -> None:
     alone, beside = found(remote=[(0, FAST)]), found(streams=3, remote=[(0, FAST)])
     assert beside.local_cost - alone.local_cost == pytest.approx(3 * alone.local_compute)
     seldom, often = (found(queued=1000, rate=rate, remote=[(0, FAST)]) for rate in (0.0, 20.0))

@@ -27,7 +27,7 @@ def test_four_workers_find_nearly_what_one_cache_of_their_total_size_finds() -> 
     assert found.missed < 0.05 * len(trace)
 
 
-def test_nothing_changes_where_nothing_is_shared() -> None:
+def test_nothing_changes_if_nothing_is_shared() -> None:
     nothing: list[int] = []
     trace = [(at, prompt, tokens, nothing) for at, prompt, tokens, _ in documents(20, 5, rate=8.0)]
     graphs = [PrefixGraph(by_prefix=by_prefix, blocks=200) for by_prefix in (False, True)]

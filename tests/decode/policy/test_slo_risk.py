@@ -26,7 +26,7 @@ def test_a_token_that_cannot_come_in_time_misses_its_deadline(seconds: float, le
     assert ttft_miss_probability(seconds, left) == 1.0
 
 
-def test_no_slo_no_misses() -> None:
+def test_without_an_slo_none_is_missed() -> None:
     assert ttft_miss_probability(1e9, INF) == gap_miss_probability(1e9, INF) == 0.0
     assert NO_RISK.local_misses(9.0, 9.0) == NO_RISK.remote_misses(9.0) == 0.0
 
@@ -91,7 +91,6 @@ PROMISES = {
 
 @pytest.mark.parametrize(("promise", "load"), [("chat", 0.5), ("chat", 1.0), ("agent", 1.0), ("RAG", 0.5)])
 def test_adaptive_keeps_about_as_many_promises_as_the_better_way(promise: str, load: float) -> None:
-    """Decode and prefill workers are up to 10 times faster or slower than usual."""
     knows = blind = 0.0
     promised, prompt = PROMISES[promise]
     for decode, prefill in product((0.1, 1.0, 10.0), repeat=2):

@@ -48,7 +48,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_only_one_metric_counts_warm_ups(
     slow: None,
 ) -> None:
-    """A prefill worker joins, then a second decode worker."""
     before = warm("ok")
     names = ["pdserve_prefill_queue_wait_seconds_count", "pdserve_kv_transfer_seconds_count"]
     waits, transfers = map(counted, names)

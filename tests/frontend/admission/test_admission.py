@@ -217,7 +217,7 @@ def test_a_client_with_its_share_of_the_slots_gets_no_more_while_others_wait() -
     assert sum(not admission.waiting for admission in crowd) == 1
 
 
-def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_when_to_retry() -> None:
+def test_a_request_that_would_be_too_late_is_told_when_to_retry() -> None:
     model = with_known_rate(AdmissionLimits(max_wait=11.0), seconds=2.0)
     for _ in range(6):
         model.ask("a")
@@ -267,7 +267,7 @@ async def test_a_full_queue_drops_the_newest_request_of_the_largest_client(limit
     model.refuses("single")
 
 
-def test_one_request_may_exceed_the_bound_of_tokens_but_not_the_bound_of_outputs() -> None:
+def test_one_request_may_exceed_the_bound_of_tokens_but_not_of_outputs() -> None:
     model = Model(0, AdmissionLimits(max_waiting_tokens=50, max_waiting=8))
     assert model.ask("a").waiting
     with pytest.raises(BadRequest, match="129 outputs") as caught:

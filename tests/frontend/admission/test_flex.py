@@ -40,7 +40,7 @@ def test_flex_requests_that_cannot_pause_leave_room_for_other_requests() -> None
     assert not model.ask("a").waiting
 
 
-def test_flex_requests_preempt_no_ordinary_ones_and_share_the_free_slots() -> None:
+def test_flex_requests_preempt_only_each_other() -> None:
     model = Model(4, pauses=True)
     permits = model.streams("greedy", 4)
     permits[0].admission.set_unread(True)

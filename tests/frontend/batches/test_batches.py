@@ -346,9 +346,7 @@ async def test_each_line_ends_and_none_delays_the_others(graph: Graph, tmp_path:
         assert len(await one.results(batch.output_file_id)) == len(worker.seen) == 41
 
 
-async def test_a_batch_whose_lines_are_lost_delays_no_other_and_can_be_cancelled(
-    graph: Graph, tmp_path: Path
-) -> None:
+async def test_a_batch_whose_lines_are_lost_delays_no_other(graph: Graph, tmp_path: Path) -> None:
     async with graph.worker(), served(graph, tmp_path) as one:
         one.faults["a"] = PlainTextResponse("full", 429)
         batch, other = await one.begin(chat("a")), await one.begin(chat("b"))
@@ -362,7 +360,7 @@ async def test_a_batch_whose_lines_are_lost_delays_no_other_and_can_be_cancelled
         assert (await one.end(batch)).status == "cancelled"
 
 
-async def test_a_batch_with_an_unknown_model_does_not_delay_the_next_one_of_its_key(
+async def test_a_batch_with_an_unknown_model_delays_no_other(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "UNKNOWN_MODEL_SECONDS", 600.0)

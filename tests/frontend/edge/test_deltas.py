@@ -189,7 +189,6 @@ def noise(rng: random.Random) -> list[Step]:
 async def test_plain_chunks_equal_those_of_vllms_app(
     graph: Graph, written: Counter[str], base: dict[str, Any]
 ) -> None:
-    """Some of the answers fail."""
     rng, plain = random.Random(5), 0
     async with graph.worker(pace=None) as worker:
         for number, text in enumerate([*TEXTS, *[""] * 8]):

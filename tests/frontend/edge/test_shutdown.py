@@ -28,8 +28,8 @@ SO_DETACH_FILTER = 27
 async def shutting_down(
     app: ASGIApp, certificate: ServerCertificate | None
 ) -> AsyncIterator[tuple[tuple[str, int], SSLContext | None, Callable[[], Coroutine[Any, Any, None]]]]:
-    """Serve the app. Yields the address, a client's TLS context, and a function that begins the shutdown and waits
-    until the server has stopped listening. On leaving, the server must end within 5 s."""
+    """Serve the app. Yield the address, a client's TLS context, and a function that begins the shutdown and waits
+    until the server no longer listens. On exit, the server must end within 5 s."""
     connections = ClientConnections(30.0, 30.0)
     with bind("127.0.0.1", 0) as sock:
         renewed, tls = (
@@ -129,10 +129,10 @@ async def test_a_request_whose_head_has_begun_is_answered_during_shutdown(
 
 
 @in_session
-async def test_a_kept_connection_is_answered_once_more_after_the_response_of_the_shutdown(
+async def test_a_kept_connection_is_answered_once_more_during_shutdown(
     either: ServerCertificate | None,
 ) -> None:
-    """The response has begun before the shutdown, so its head tells the client to keep the connection."""
+    """The first response begins before the shutdown, so its head does not say that the connection closes."""
     started, release = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,7 +161,7 @@ async def test_a_kept_connection_is_answered_once_more_after_the_response_of_the
 
 
 @in_session
-async def test_a_late_event_loop_reads_a_request_before_it_closes_an_idle_connection(graph: Graph) -> None:
+async def test_a_late_event_loop_reads_before_it_closes_an_idle_connection(graph: Graph) -> None:
     connections = ClientConnections(30.0, 30.0)
     async with AsyncExitStack() as stack:
         address = address_of(await serve(graph.app, stack, connections))

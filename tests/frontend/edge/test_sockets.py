@@ -26,8 +26,6 @@ from tests.frontend.test_generate import completion
 
 Address = tuple[str, int]
 
-SO_DETACH_FILTER = 27
-
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: %b\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -83,7 +81,7 @@ def connecting(address: Address) -> socket.socket:
     return sock
 
 
-def test_clients_that_a_socket_ignores_reach_its_sibling_once_it_is_closed() -> None:
+def test_clients_that_a_socket_ignores_reach_its_sibling() -> None:
     """The kernel would reset connections that only the closed socket has."""
     with ExitStack() as stack:
         one = stack.enter_context(bind("127.0.0.1", 0))

@@ -47,7 +47,6 @@ CASES = [
 
 
 def asked(path: str, name: str = "", **more: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return body and headers."""
     body = completion() if path == COMPLETIONS else chat(input="hello", max_output_tokens=8)
     fields = {"logprobs": 50} if (path, name) == (COMPLETIONS, "logprobs") else WRONG.get(name, {})
     return {**body, **fields, **more}, {"x-data-parallel-rank": "7"} if name == RANK else {}

@@ -65,7 +65,7 @@ async def test_refused_requests_reach_no_worker(graph: Graph, stream: bool) -> N
 
 
 async def test_refused_requests_hold_no_capacity(graph: Graph) -> None:
-    """Refused requests keep no slot and no KV tokens. A request after them still migrates when its worker is lost."""
+    """A request after them still migrates when its worker is lost."""
     async with graph.worker(pace=None, at_once=8) as first:
         before = graph.processor().workers.capacity
         for _ in range(3):  # fewer sequences than slots: a request that has to wait may get a 429

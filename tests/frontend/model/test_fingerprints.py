@@ -52,7 +52,7 @@ async def test_new_requests_go_to_the_newest_weights_and_old_ones_stay(graph: Gr
 
 
 @pytest.mark.parametrize("theirs", ["0.31.0", "0.99.0"])
-async def test_during_an_upgrade_of_vllm_a_frontend_serves_workers_of_its_version(
+async def test_a_frontend_uses_only_workers_of_its_vllm_version(
     graph: Graph, caplog: pytest.LogCaptureFixture, theirs: str
 ) -> None:
     """The other version's model card is newer."""

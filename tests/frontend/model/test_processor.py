@@ -81,7 +81,7 @@ OF_FRONTENDS = {
 }
 
 
-def test_arguments_that_matter_to_a_frontend_are_passed_on_and_no_others() -> None:
+def test_only_arguments_that_matter_to_a_frontend_are_passed_on() -> None:
     assert argv(**OF_WORKERS) == argv()
     args = vars(parse_args(argv(**OF_FRONTENDS)))
     assert {name: args[name] for name in OF_FRONTENDS} == OF_FRONTENDS

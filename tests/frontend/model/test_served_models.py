@@ -207,7 +207,7 @@ async def test_requests_that_wait_for_a_slot_are_a_backlog_in_seconds(graph: Gra
     assert graph.models.report().backlog == 0
 
 
-async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_nor_others(
+async def test_a_worker_that_never_sends_its_archive_delays_no_model(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.model.processor.ASK_INTERVAL", 0.01)

@@ -89,7 +89,7 @@ async def test_other_hosts_need_an_admin_key(
         assert (await http.get("/metrics", headers={"x-api-key": key})).status_code == status
 
 
-async def test_many_scrapers_share_one_fetch_and_too_many_pages_are_not_merged(
+async def test_scrapers_share_one_fetch_of_a_bounded_number_of_pages(
     monkeypatch: pytest.MonkeyPatch, graph: Graph
 ) -> None:
     monkeypatch.setattr(metrics_page, "KEPT", 60.0)

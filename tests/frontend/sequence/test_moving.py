@@ -272,7 +272,6 @@ async def having(graph: Graph, worker: EchoWorker, *adapters: Adapter) -> AsyncI
 async def test_a_request_continues_once_another_worker_loads_its_adapter(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second worker does not have the adapter at first."""
     monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with graph.worker(pace=None) as first, graph.worker() as second, having(graph, first, RED):
         await until(lambda: "red" in graph.models.find("demo").adapters)

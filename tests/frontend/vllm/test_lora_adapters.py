@@ -127,7 +127,7 @@ async def test_a_request_continues_with_its_adapter_when_its_worker_dies(
     assert (await adapted.complete("green")).status_code == 404
 
 
-async def test_a_loaded_adapter_has_the_graphs_number_at_once_and_not_vllms(
+async def test_a_loaded_adapter_has_the_graphs_number_from_the_beginning(
     adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapters = adapted.processor().adapters
