@@ -84,8 +84,9 @@ class Pulling:
         if self._addressed_turn > 0 and (prompt := self.addressed.pop(flex=False)):
             self._addressed_turn -= prompt.tokens
             return [prompt]
-        pulled = await self._pull()
-        self._addressed_turn = sum(len(delivery.request.prompt) for delivery in pulled) or 1
+        self._addressed_turn = 1  # also if the queue fails
+        if pulled := await self._pull():
+            self._addressed_turn = sum(len(delivery.request.prompt) for delivery in pulled)
         if not pulled and self._has_capacity() and (prompt := self.addressed.pop(flex=True)):
             return [prompt]
         return pulled

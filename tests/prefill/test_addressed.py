@@ -10,6 +10,8 @@ import pytest
 from pdserve.contract.messages import RETURNED, PrefillFailed, PrefillRequest
 from pdserve.contract.records import WIRE, Instance, Role, encode_record
 from pdserve.prefill.pull_policy import PULL_WAIT
+from pdserve.queue.base import Delivery
+from pdserve.util.errors import QueueUnavailable
 from tests.conditions import holds, until
 from tests.engine.sims import LOADED, body
 from tests.prefill.test_worker import PROMPT, Scene
@@ -99,6 +101,21 @@ async def test_small_addressed_prompts_begin_before_the_next_pull(full: Scene) -
         await address(full, f"mine-{number}", list(range(2000 + number, 2090 + number)))
     await until(lambda: waiting(full) == 4)
     assert await order(full, 6) == ["mine-0", "mine-1", "mine-2", "queued-0", "mine-3", "queued-1"]
+
+
+async def test_addressed_prompts_do_not_wait_for_a_queue_that_fails(
+    full: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetStream may be without a leader while NATS still delivers messages."""
+
+    async def fail(*_: object) -> list[Delivery]:
+        raise QueueUnavailable("no leader")
+
+    monkeypatch.setattr(full.worker._queue, "pull", fail)
+    for number in range(3):
+        await address(full, f"mine-{number}", list(range(2000 + number, 2200 + number)))
+    await until(lambda: waiting(full) == 3)
+    assert await order(full, 3) == ["mine-0", "mine-1", "mine-2"]
 
 
 async def test_clients_have_turns_and_flex_prompts_come_last(full: Scene) -> None:
