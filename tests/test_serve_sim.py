@@ -286,7 +286,7 @@ def test_a_real_prometheus_finds_something_for_each_panel(graph: KeyedServe, tmp
         """Send an uncached prompt; return where it was prefilled."""
         return graph.chat(f"{next(numbers)} and {LONG}")[0].headers["x-pdserve-prefill"]
 
-    def without() -> list[tuple[str, str]]:
+    def panels_without_data() -> list[tuple[str, str]]:
         return [(panel, asked) for panel, asked in expressions() if not prometheus.series(asked)]
 
     with scraping(tmp_path, f"127.0.0.1:{graph.port}") as prometheus:
@@ -298,8 +298,8 @@ def test_a_real_prometheus_finds_something_for_each_panel(graph: KeyedServe, tmp
         until(lambda: prefilled() == "remote", graph)
         graph.run_batch(BOB)
         with suppress(AssertionError):
-            until(lambda: not without(), graph, 60)
-        assert without() == []
+            until(lambda: not panels_without_data(), graph, 60)
+        assert panels_without_data() == []
         groups = prometheus.ask("rules")["groups"]
         assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
         shown = (labels for labels, _ in prometheus.series('{__name__=~"pdserve_.*"}'))

@@ -22,7 +22,7 @@ from tests.queue.requests import publish
 from tests.servers import etcd_server, nats_server, pid_of
 from tests.tcp import of_another_graph, without_certificate
 
-ASKED = {
+MEMBER_REQUESTS = {
     EmbeddedNats: (b'CONNECT {"verbose":false}\r\nPING\r\n', b"PONG"),
     EmbeddedEtcd: (b"GET /health HTTP/1.0\r\n\r\n", b'"health":"true"'),
 }
@@ -42,7 +42,7 @@ async def server(
         yield started
 
 
-async def told(port: int, question: bytes, tls: ssl.SSLContext | None) -> bytes:
+async def sent(port: int, question: bytes, tls: ssl.SSLContext | None) -> bytes:
     """Return everything that the port sends to this client."""
     answer = b""
     with suppress(OSError):
@@ -72,12 +72,12 @@ async def test_no_port_reveals_anything_without_credentials(
         for end in psutil.Process(pid_of(server)).net_connections("tcp")
         if end.status == psutil.CONN_LISTEN
     ]
-    question, right = ASKED[type(server)]
+    question, right = MEMBER_REQUESTS[type(server)]
     assert server.port in {address.port for address in listening}
     assert {address.ip for address in listening} == {"127.0.0.1"}
     strangers = (None, without_certificate(other), of_another_graph(other))
     answers = await asyncio.gather(
-        *(told(address.port, question, stranger) for address in listening for stranger in strangers)
+        *(sent(address.port, question, stranger) for address in listening for stranger in strangers)
     )
     for answer in answers:
         # NATS describes itself before TLS; all may send errors
@@ -88,7 +88,7 @@ async def test_no_port_reveals_anything_without_credentials(
         )
     member = credentials.client_context()
     member.minimum_version = ssl.TLSVersion.TLSv1_2
-    assert right in await told(server.port, question, member)
+    assert right in await sent(server.port, question, member)
 
 
 async def test_no_prompt_goes_to_an_impostor_of_nats(

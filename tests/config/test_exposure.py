@@ -10,10 +10,10 @@ from tests.config.test_load import GOOD, problems, read
 
 MAKE = f"make credentials (`{pdserve_command('credentials FOLDER')}`) and set Security.credentials"
 ALLOW = "or accept it with Security.allow"
-BOTH = "(PDSERVE_ALLOW=no-keys,plain-http)"
-PLAIN = f"{MAKE}, {ALLOW}: [plain-graph] (PDSERVE_ALLOW=plain-graph)."
+ALLOW_BOTH = "(PDSERVE_ALLOW=no-keys,plain-http)"
+GRAPH_ADVICE = f"{MAKE}, {ALLOW}: [plain-graph] (PDSERVE_ALLOW=plain-graph)."
 STREAMS = "other machines reach the workers' streams"
-OPEN = "on another machine, but the connection would not be encrypted"
+NO_TLS = "on another machine, but the connection would not be encrypted"
 KEYS = "set Security.api-keys (or PDSERVE_API_KEYS)"
 TLS = "Security.tls-certificate and tls-key"
 NATS, ETCD = "nats: 'nats://127.0.0.1:4222'", "etcd: 'localhost:2379'"
@@ -32,8 +32,8 @@ def test_loopback_addresses_are_recognized() -> None:
         (f"{NATS}, {ETCD}", []),
         (f"{NATS}, host: 127.0.0.2", []),
         (f"{NATS}, host: 10.0.0.7", [f"host is 10.0.0.7, where {STREAMS}, but the graph has no "]),
-        ("nats: 'nats://127.0.0.1:1,nats://n:4222'", [f"nats is n, {OPEN}: "]),
-        ("nats: 'nats://n:4222', etcd: '[::2]:2379'", [f"nats is n, {OPEN}: ", f"etcd is ::2, {OPEN}: "]),
+        ("nats: 'nats://127.0.0.1:1,nats://n:4222'", [f"nats is n, {NO_TLS}: "]),
+        ("nats: 'nats://n:4222', etcd: '[::2]:2379'", [f"nats is n, {NO_TLS}: ", f"etcd is ::2, {NO_TLS}: "]),
     ],
 )
 @pytest.mark.parametrize("security", ["", "allow: [plain-graph]", "credentials: folder"])
@@ -48,7 +48,7 @@ def test_an_unprotected_graph_is_refused(
     assert len(found) == len(expected)
     for problem, start in zip(found, expected, strict=True):
         assert problem.startswith(f"FILE:11: Graph.{start}")
-        assert problem.endswith(PLAIN)
+        assert problem.endswith(GRAPH_ADVICE)
 
 
 @pytest.mark.parametrize("address", ["nats: 'TLS://127.0.0.1:4222'", "etcd: 'HTTPS://127.0.0.1:2379'"])
@@ -67,7 +67,7 @@ def test_a_server_with_tls_needs_credentials(tmp_path: Path, address: str, allow
         (
             "",
             "",
-            f"no keys and no TLS: {KEYS} and {TLS}, {ALLOW}: [no-keys, plain-http] {BOTH}.",
+            f"no keys and no TLS: {KEYS} and {TLS}, {ALLOW}: [no-keys, plain-http] {ALLOW_BOTH}.",
         ),
         ("", "key", f"no TLS: set {TLS}, {ALLOW}: [plain-http] (PDSERVE_ALLOW=plain-http)."),
         (

@@ -25,7 +25,7 @@ class Pair:
         self._clients = [httpx.Client(base_url=url, timeout=120, limits=FRESH) for url in (ours, theirs)]
         self._pool = ThreadPoolExecutor(16)
         self._begun: dict[str, list[Future[Answer]]] = {}
-        self._ways: list[str] = []
+        self._prefill_modes: list[str] = []
 
     def __enter__(self) -> "Pair":
         self._stack.enter_context(self._pool)
@@ -36,15 +36,15 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        remote = self._ways.count("remote")
-        assert remote >= 0.8 * len(self._ways), (
-            f"{remote} of {len(self._ways)} prompts were prefilled remotely"
+        remote = self._prefill_modes.count("remote")
+        assert remote >= 0.8 * len(self._prefill_modes), (
+            f"{remote} of {len(self._prefill_modes)} prompts were prefilled remotely"
         )
 
     def remote(self, ours: Answer) -> None:
         """Count a response whose prompt should be prefilled remotely. At least 80 % of these prompts must be. The
         others may time out on a busy machine and be prefilled locally."""
-        self._ways.append(ours.prefill)
+        self._prefill_modes.append(ours.prefill)
 
     def begin(self, requests: Iterable[Request]) -> None:
         """Send requests in advance, several at a time. Their names must be unique."""

@@ -20,7 +20,7 @@ TOOLS = Path(sys.prefix) / "tools/kubernetes"
 CONFIGS = FOLDER.parent / "configs"
 SECRETS = {"credentials": {"existingSecret": "graph-certificates"}, "apiKeys": {"existingSecret": "keys"}}
 """Values of every rendering that does not set its own."""
-OPEN = "\nSecurity: {allow: [plain-http]}\n"
+HTTP = "\nSecurity: {allow: [plain-http]}\n"
 TLS = "\nSecurity: {tls-certificate: /etc/pdserve/tls/tls.crt, tls-key: /etc/pdserve/tls/tls.key}\n"
 PEM = dict.fromkeys(("ca.pem", "node.pem", "node-key.pem"), "PEM")
 FILES = {name: (CONFIGS / f"{name}.yaml").read_text() for name in ("disagg", "both", "agg", "local")}
@@ -55,14 +55,14 @@ SCALED = {"enabled": True, "prometheus": "http://prometheus:9090", "labels": 'na
 _OF_ROLES = ("Deployment", "LeaderWorkerSet")
 COMBINATIONS: dict[str, Object] = {
     "demo": {},
-    "gpus": {"config": FILES["disagg"] + OPEN} | OPTIONS,
-    "both": {"config": yaml.safe_load(FILES["both"] + OPEN), "autoscaling": SCALED},
+    "gpus": {"config": FILES["disagg"] + HTTP} | OPTIONS,
+    "both": {"config": yaml.safe_load(FILES["both"] + HTTP), "autoscaling": SCALED},
     "alone": {
-        "config": FILES["agg"] + OPEN,
+        "config": FILES["agg"] + HTTP,
         "networkPolicy": {"enabled": False},
         "check": {"enabled": False},
     },
-    "scaled": {"config": FILES["local"] + OPEN + "Graph: {drain-timeout: 120}", "autoscaling": SCALED},
+    "scaled": {"config": FILES["local"] + HTTP + "Graph: {drain-timeout: 120}", "autoscaling": SCALED},
     "clusters": {"nats": {"replicas": 3}, "etcd": {"replicas": 3}},
     "servers": {"nats": {"servers": "nats://n:4222"}, "etcd": {"servers": "e-0:2379,e-1:2379"}},
     "files": {
@@ -72,7 +72,7 @@ COMBINATIONS: dict[str, Object] = {
     },
     "certificates": {"credentials": {"existingSecret": "", "certManager": True}},
     "joined": {"join": "first"},
-    "hosts": {"config": SEVERAL_HOSTS + OPEN},
+    "hosts": {"config": SEVERAL_HOSTS + HTTP},
     "cluster": {
         "fullnameOverride": "llm",
         "commonLabels": {"example.org/cost": "serving"},

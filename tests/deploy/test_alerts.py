@@ -31,7 +31,7 @@ WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
 
 
 @asynccontextmanager
-async def loaded(url: str, clients: int, headers: dict[str, str] | None = None) -> AsyncIterator[None]:
+async def under_load(url: str, clients: int, headers: dict[str, str] | None = None) -> AsyncIterator[None]:
     """Run `clients` clients that send requests one after another, each request with an uncached prompt."""
 
     async def client() -> None:
@@ -66,7 +66,7 @@ async def test_too_much_load_fires_alerts(tmp_path: Path) -> None:
         async with started(file, tmp_path, print, security=security) as running:
             with watched(tmp_path, running) as graph:
                 await until(graph.well, 60)
-                async with loaded(running.graph.url, 24):
+                async with under_load(running.graph.url, 24):
                     await graph.fires_among(*(f"{name}: " for name in names))
 
 
@@ -78,9 +78,9 @@ async def test_repeated_failures_fire_alerts(tmp_path: Path) -> None:
     async with started(write(sections, tmp_path / "sim.yaml"), tmp_path, print, workers=2) as running:
         with watched(tmp_path, running) as graph:
             await until(graph.well, 60)
-            async with loaded(running.graph.url, 4):
+            async with under_load(running.graph.url, 4):
                 while not await graph.has_fired("PdserveFallbacks: "):
-                    await paused(running, ("prefill-0", "prefill-1"), 8)
+                    await pause(running, ("prefill-0", "prefill-1"), 8)
                     await until(graph.well, 60)
             for _ in range(4):  # the signal stops the engine, or continues a stopped one
                 send_to(running, "decode-0", STOP_ENGINE)
@@ -94,7 +94,7 @@ async def test_repeated_failures_fire_alerts(tmp_path: Path) -> None:
             await graph.fires_among("PdserveWorkerRestarts: 3 decode workers of demo")
             for name in WORKERS:
                 send_to(running, name, signal.SIGSTOP)
-            async with loaded(running.graph.url, 4, {"x-request-timeout": "2"}):
+            async with under_load(running.graph.url, 4, {"x-request-timeout": "2"}):
                 await graph.fires_among("PdserveErrors: ")
             for name in WORKERS:
                 send_to(running, name, signal.SIGCONT)
@@ -131,7 +131,7 @@ def test_a_growing_etcd_fires_its_alert(tmp_path: Path) -> None:
         etcd.wait(30)
 
 
-async def paused(running: StartedGraph, names: tuple[str, ...], seconds: float) -> None:
+async def pause(running: StartedGraph, names: tuple[str, ...], seconds: float) -> None:
     for name in names:
         send_to(running, name, signal.SIGSTOP)
     await asyncio.sleep(seconds)

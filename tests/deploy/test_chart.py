@@ -21,7 +21,7 @@ from tests.deploy.compose import installed
 from tests.deploy.helm import (
     CHART,
     COMBINATIONS,
-    OPEN,
+    HTTP,
     SECRETS,
     TOOLS,
     Rendering,
@@ -33,7 +33,7 @@ from tests.deploy.helm import (
 )
 
 EACH = pytest.mark.parametrize("name", COMBINATIONS)
-CUSTOM = {
+CUSTOM_APIS = {
     "keda.sh/v1alpha1",
     "cert-manager.io/v1",
     "leaderworkerset.x-k8s.io/v1",
@@ -74,7 +74,7 @@ def _definitions(version: str) -> "Registry[Any]":
 @pytest.mark.parametrize("version", ["1.25", "1.37"])
 def test_kubernetes_takes_every_object_of_its_own_kinds(name: str, version: str) -> None:
     for each in combination(name):
-        if each["apiVersion"] not in CUSTOM:
+        if each["apiVersion"] not in CUSTOM_APIS:
             errors = _validator(version, each["kind"], each["apiVersion"]).iter_errors(each)
             assert [f"{each['kind']}: {error.json_path}: {error.message}" for error in errors] == []
 
@@ -330,11 +330,11 @@ def test_host_memory_that_fits_into_shm_is_accepted(keys: str) -> None:
 
 @pytest.mark.parametrize("section", ["Frontend:", "Frontend: {}", "Frontend:\nProcessor:"])
 def test_an_empty_frontend_section_makes_a_frontend(section: str) -> None:
-    assert "frontend" in render({"config": f"{section}\nVllmWorker: {{model: demo}}\n{OPEN}"}).roles()
+    assert "frontend" in render({"config": f"{section}\nVllmWorker: {{model: demo}}\n{HTTP}"}).roles()
 
 
 def test_the_yaml_is_rendered_unchanged() -> None:
-    text = '# mine: "quoted"\nFrontend: {port: 8000, max-waiting-tokens: 1000000}\n\n  \n# end' + OPEN
+    text = '# mine: "quoted"\nFrontend: {port: 8000, max-waiting-tokens: 1000000}\n\n  \n# end' + HTTP
     assert graph_yaml(render({"config": text})) == text
     assert yaml.safe_load(graph_yaml(render({"config": yaml.safe_load(text)}))) == yaml.safe_load(text)
     for name, values in COMBINATIONS.items():

@@ -22,7 +22,7 @@ from pdserve.plan.plan import Plan, make_plan
 from pdserve.process.life import LAST_RESORT
 from pdserve.process.nodes import GROUP_VARIABLE
 from pdserve.security.credentials import Credentials
-from tests.deploy.helm import COMBINATIONS, FILES, OPEN, Container, Rendering, combination, graph_yaml, render
+from tests.deploy.helm import COMBINATIONS, FILES, HTTP, Container, Rendering, combination, graph_yaml, render
 from tests.deploy.prometheus import promtool
 from tests.observe.test_metrics_page import METRICS
 
@@ -243,7 +243,7 @@ def _check(yaml: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 def test_the_check_accepts_valid_and_refuses_invalid_files(
     tmp_path: Path, yaml: str, code: int, says: str
 ) -> None:
-    checked = _check(yaml + OPEN, tmp_path)
+    checked = _check(yaml + HTTP, tmp_path)
     assert checked.returncode == code, checked.stdout + checked.stderr
     assert says in checked.stdout + checked.stderr
 
@@ -321,7 +321,7 @@ def _expects(query: str, value: float) -> dict[str, Any]:
 def test_a_revision_keeps_its_own_yaml() -> None:
     """Complaint (llm-d-modelservice#252): rollouts that mix revisions. A new YAML has a new ConfigMap, so that all
     roles roll out; old pods keep their ConfigMap, which cannot change."""
-    before, after = (render({"config": FILES["local"] + OPEN + end}) for end in ("", "# changed\n"))
+    before, after = (render({"config": FILES["local"] + HTTP + end}) for end in ("", "# changed\n"))
     names = []
     for rendering in (before, after):
         (graph,) = [each for each in rendering.of("ConfigMap").values() if "graph.yaml" in each["data"]]

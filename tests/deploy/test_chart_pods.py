@@ -75,7 +75,7 @@ def test_pods_get_ready_serve_requests_and_end(
             await until(lambda: ready("readinessProbe"), 60)
             assert await ready("livenessProbe")
             (frontend,) = (pod for pod in pods if pod.host.name == "pdserve-frontend-0")
-            await answers(f"http://{frontend.host.address}:{frontend.port('http')}")
+            await check_answers(f"http://{frontend.host.address}:{frontend.port('http')}")
             roles = [pod for pod in pods if pod.owner["kind"] == "Deployment"]
             ended = {pod.host.name: await pod.end() for pod in (frontend, *(set(roles) - {frontend}))}
             assert set(ended.values()) == {0}, ended
@@ -146,7 +146,7 @@ def _secrets(credentials: Credentials) -> dict[str, dict[str, str]]:
     return {"graph-certificates": files, "keys": {"api-keys": KEY}}
 
 
-async def answers(url: str) -> None:
+async def check_answers(url: str) -> None:
     asked = {"model": "demo", "prompt": "one " * 200, "max_tokens": 4}
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=300) as client:
         assert (await client.get("/v1/models")).status_code == 401

@@ -52,13 +52,13 @@ class _ChartNats(NatsMember):
 async def test_three_nats_servers_keep_the_queue(tmp_path: Path, credentials: Credentials) -> None:
     async with cluster(_ChartNats, tmp_path, credentials) as members:
         for member in members:
-            await _healthy(member)
+            await _assert_healthy(member)
         async with connect_queue(members[0].url, "ns", "m", credentials) as queue:
             await until(lambda: queue.connected, 60)  # the first attempt may come before there is a leader
             await publish(queue, "r")
 
 
-async def _healthy(server: NatsMember) -> None:
+async def _assert_healthy(server: NatsMember) -> None:
     """Assert that all probes succeed."""
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         command = _container("clusters", "nats", "nats").spec[probe]["exec"]["command"]

@@ -46,7 +46,7 @@ def _config(prefill_workers: int, **common: object) -> Object:
     return sections | {"Security": {"allow": ["plain-http"]}}
 
 
-def _version(version: str, folder: Path) -> None:
+def _make_version(version: str, folder: Path) -> None:
     """Copy the package and the chart as this version."""
     shutil.copytree(CHART.resolve().parents[2] / "pdserve", folder / version / "pdserve")
     shutil.copytree(CHART, folder / version / "chart")
@@ -69,7 +69,7 @@ def test_no_request_fails_while_the_release_is_upgraded_and_rolled_back(
     cache.chmod(0o777)  # vLLM's cache: without it, each pod would inspect the model again
     common = SECRETS | {"env": [{"name": "VLLM_CACHE_ROOT", "value": str(cache)}]}
     for version in (OLD, NEW):
-        _version(version, tmp_path)
+        _make_version(version, tmp_path)
     before, after = _config(1), _config(2, **{"block-size": 16})
     upgrade = rendered(common | {"config": after}, tmp_path / NEW / "chart")
     with_servers = rendered(common | {"config": after} | SERVERS, tmp_path / NEW / "chart")
@@ -95,13 +95,13 @@ def test_no_request_fails_while_the_release_is_upgraded_and_rolled_back(
                 for version, revision in ((NEW, with_servers), (OLD, rollback)):
                     await release.upgrade(revision)
                     await _prefilled_remotely(load)
-                    await _is_of(version, release, credentials)
+                    await _assert_registered(version, release, credentials)
                     assert not servers & _servers(release)
                     servers = _servers(release)
             traces = [seen.trace for seen in load.seen("upgrade", began) if seen.trace]
             assert traces == [], "\n".join(map(str, traces))
             assert len(load.done) > 20
-            await _holds_nothing(release, credentials)
+            await _assert_nothing_is_left(release, credentials)
             await release.uninstall()
 
     with hosts(tmp_path) as net:
@@ -138,7 +138,7 @@ def _record(release: Release, credentials: Credentials) -> GraphRecord:
     return GraphRecord(os.getpid(), "", "demo", "pdserve", etcd, nats, credentials=str(credentials.folder))
 
 
-async def _is_of(version: str, release: Release, credentials: Credentials) -> None:
+async def _assert_registered(version: str, release: Release, credentials: Credentials) -> None:
     """Assert that etcd has the instances and cards of the running pods, and nothing else."""
     async with GraphWatch() as watch:
         await watch.move(_record(release, credentials))
@@ -151,7 +151,7 @@ async def _is_of(version: str, release: Release, credentials: Credentials) -> No
         assert stored - cards == {keys.instance(each) for each in instances}
 
 
-async def _holds_nothing(release: Release, credentials: Credentials) -> None:
+async def _assert_nothing_is_left(release: Release, credentials: Credentials) -> None:
     """Assert that NATS has at most one consumer per fingerprint, etcd one lease per role's pod, and workers no KV."""
     record = _record(release, credentials)
     async with GraphWatch() as watch:

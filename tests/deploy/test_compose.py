@@ -258,7 +258,7 @@ class _OfHost(Member):
         self.host = HOSTS[self.number]
 
 
-class _ComposedNats(_OfHost, NatsMember):
+class _ClusterNats(_OfHost, NatsMember):
     def command(self) -> list[str]:
         assert self.credentials
         folder = {"/credentials": str(self.credentials.folder)}
@@ -271,7 +271,7 @@ class _ComposedNats(_OfHost, NatsMember):
         return [str(nats_binary()), *replaced(_command_of("nats", self.number), ours)]
 
 
-class _ComposedEtcd(_OfHost, EtcdMember):
+class _ClusterEtcd(_OfHost, EtcdMember):
     def command(self) -> list[str]:
         assert self.credentials
         ours = {f"{host}:2380": f"{host}:{port}" for host, port in zip(HOSTS, self.peers, strict=True)}
@@ -281,32 +281,32 @@ class _ComposedEtcd(_OfHost, EtcdMember):
 
 
 @pytest.fixture
-def of_hosts(tmp_path: Path) -> Credentials:
+def host_credentials(tmp_path: Path) -> Credentials:
     return create(tmp_path / "credentials", HOSTS)
 
 
-async def test_three_nats_servers_are_a_cluster(tmp_path: Path, of_hosts: Credentials) -> None:
+async def test_three_nats_servers_are_a_cluster(tmp_path: Path, host_credentials: Credentials) -> None:
     async with (
-        cluster(_ComposedNats, tmp_path, of_hosts) as members,
-        connect_queue(addresses(members), "ns", "m", of_hosts) as queue,
+        cluster(_ClusterNats, tmp_path, host_credentials) as members,
+        connect_queue(addresses(members), "ns", "m", host_credentials) as queue,
         httpx.AsyncClient() as http,
     ):
         await until(lambda: queue.connected)
         await publish(queue, "r")
         assert queue.max_payload == 8 << 20
         for member in members:
-            assert isinstance(member, _ComposedNats)
+            assert isinstance(member, _ClusterNats)
             page = f"http://127.0.0.1:{member.health}/healthz?js-enabled-only=true"
             assert (await http.get(page)).status_code == 200
             with pytest.raises(ConnectionRefusedError):  # the page is on 127.0.0.1 only
                 await asyncio.open_connection("127.0.0.9", member.health)
 
 
-async def test_three_etcds_are_a_cluster(tmp_path: Path, of_hosts: Credentials) -> None:
-    async with cluster(_ComposedEtcd, tmp_path, of_hosts) as members:
-        async with connect_registry(members[0].url, "ns", of_hosts) as registry:
+async def test_three_etcds_are_a_cluster(tmp_path: Path, host_credentials: Credentials) -> None:
+    async with cluster(_ClusterEtcd, tmp_path, host_credentials) as members:
+        async with connect_registry(members[0].url, "ns", host_credentials) as registry:
             await registry.put("a", b"1")
-        async with connect_registry(members[2].url, "ns", of_hosts) as registry:
+        async with connect_registry(members[2].url, "ns", host_credentials) as registry:
             await registry.put("b", b"1", leased=False)
             assert (await registry.read(""))["b"] == b"1"
 

@@ -79,10 +79,10 @@ class Watched:
         await until(degraded, 60)
 
 
-async def outages(graph: Watched, send: Callable[[str, int], None]) -> None:
+async def cause_outages(graph: Watched, send: Callable[[str, int], None]) -> None:
     """Suspend and continue in turn: a decode worker with NATS; etcd; all prefill workers; all decode workers."""
 
-    async def during(names: list[str], problem: str, *alerts: str) -> None:
+    async def suspend(names: list[str], problem: str, *alerts: str) -> None:
         for name in names:
             send(name, signal.SIGSTOP)
         await graph.is_degraded(problem)
@@ -94,13 +94,13 @@ async def outages(graph: Watched, send: Callable[[str, int], None]) -> None:
 
     await until(graph.well, 60)
     await graph.fires()
-    await during(["decode-1", "nats"], "NATS does not answer", DOWN, NATS)
-    await during(["etcd"], "etcd does not answer", ETCD)
+    await suspend(["decode-1", "nats"], "NATS does not answer", DOWN, NATS)
+    await suspend(["etcd"], "etcd does not answer", ETCD)
     prefill = ["prefill-0", "prefill-1"]
     downs = [f"PdserveWorkerDown: {name} on" for name in prefill]
-    await during(prefill, "no prefill worker is available", PREFILL, *downs)
+    await suspend(prefill, "no prefill worker is available", PREFILL, *downs)
 
-    await during(
+    await suspend(
         ["decode-0", "decode-1"],
         "no decode worker is available: prefill-0",
         DECODE,
@@ -123,7 +123,7 @@ def watched(folder: Path, running: RunningGraph) -> Iterator[Watched]:
 async def test_outages_under_serve_fire_their_alerts(tmp_path: Path) -> None:
     async with started(_file(tmp_path), tmp_path, print, workers=2) as running:
         with watched(tmp_path, running) as graph:
-            await outages(graph, partial(send_to, running))
+            await cause_outages(graph, partial(send_to, running))
 
 
 def send_to(running: StartedGraph, name: str, number: int) -> None:
@@ -147,7 +147,7 @@ async def test_outages_without_serve_fire_their_alerts(tmp_path: Path) -> None:
             os.killpg(running.group(name), number)
 
         with watched(tmp_path, running) as graph:
-            await outages(graph, send)
+            await cause_outages(graph, send)
             running.restarts = False
             send("prefill-0", signal.SIGKILL)
             await graph.is_degraded("prefill-0 of 127.0.0.1 is gone")

@@ -91,7 +91,7 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def said(
+def vllm_answers(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, list[int]], dict[str, Answer]]:
     """Tokens by case, and responses by request, of one vLLM server that ends before the graph starts."""
@@ -102,8 +102,8 @@ def said(
 
 
 @pytest.fixture(scope="module")
-def expected(said: tuple[dict[str, list[int]], dict[str, Answer]]) -> dict[str, list[int]]:
-    return said[0]
+def expected(vllm_answers: tuple[dict[str, list[int]], dict[str, Answer]]) -> dict[str, list[int]]:
+    return vllm_answers[0]
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +143,12 @@ async def test_tokens_equal_those_of_one_server(graph: RealGraph, expected: dict
 
 def test_responses_equal_vllms(
     graph: RealGraph,
-    said: tuple[dict[str, list[int]], dict[str, Answer]],
+    vllm_answers: tuple[dict[str, list[int]], dict[str, Answer]],
     subtests: pytest.Subtests,
 ) -> None:
     for request in REQUESTS:
         with subtests.test(request.name):
-            same(request, alone(graph.url, request), said[1][request.name])
+            same(request, alone(graph.url, request), vllm_answers[1][request.name])
 
 
 async def test_a_preempted_request_is_computed_again_with_its_image(

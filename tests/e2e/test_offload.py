@@ -69,7 +69,7 @@ async def prefill_modes(graph: RealGraph, asked: list[tuple[Case, list[int]]]) -
     return [answer.prefill for answer in answers]
 
 
-def loaded(graph: RealGraph, worker: str, source: str) -> float:
+def loaded_tokens(graph: RealGraph, worker: str, source: str) -> float:
     """Prompt tokens whose KV this worker loaded from `host` memory or `disk`."""
     return graph.metrics()("vllm:prompt_tokens_cached_by_source_total", source=source, instance=worker)
 
@@ -80,7 +80,7 @@ def workers(graph: RealGraph) -> list[dict[str, Any]]:
     return [each for each in instances if each["kv_tokens"]]
 
 
-def files_on_disk(worker: dict[str, Any], folder: str) -> Iterator[int]:
+def deleted_files(worker: dict[str, Any], folder: str) -> Iterator[int]:
     """Yield descriptors of files that were deleted from this folder and that the engine still has open."""
     for process in psutil.Process(worker["pid"]).children(recursive=True):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -103,8 +103,8 @@ async def test_evicted_conversations_are_loaded_again(
     found = await prefill_modes(offloading, rounds[1][::-1])
     assert found[:3] == ["local"] * 3
     assert found[-3:] == ["remote"] * 3
-    assert loaded(offloading, decode["id"], "disk") > 0
-    assert loaded(offloading, prefill["id"], "host") >= sum(
+    assert loaded_tokens(offloading, decode["id"], "disk") > 0
+    assert loaded_tokens(offloading, prefill["id"], "host") >= sum(
         len(case.prompt) // 32 * 32 for case in OPENINGS[:3]
     )
     assert [
@@ -127,7 +127,7 @@ async def test_blocks_that_are_damaged_on_disk_are_computed_again(
     await prefill_modes(offloading, last)
     (decode, _), folder = workers(offloading), offloading.env["PDSERVE_STATE_DIR"]
     (size,) = [
-        os.pwrite(file, CHANCE.randbytes(os.fstat(file).st_size), 0) for file in files_on_disk(decode, folder)
+        os.pwrite(file, CHANCE.randbytes(os.fstat(file).st_size), 0) for file in deleted_files(decode, folder)
     ]
     assert size > 0
     await prefill_modes(offloading, last)

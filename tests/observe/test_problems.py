@@ -83,7 +83,7 @@ DOWN = "bad: decode-1 is down: killed by SIGKILL"
 SILENT = "does not answer: it hangs, or is cut off"
 UNSEEN = "processes use the last known topology until it is back (3 s)"
 UNREGISTERED = "is not registered: it hangs, or waits for etcd"
-TOLD = {
+STATES = {
     "": state(),
     f"{DOWN}; it failed to start 3 times; it will be started again; 2 requests migrated (4 s)": state(
         slots=[replace(KILLED, failed_starts=3)], receipts=[MOVED, MOVED], instances=WITHOUT_1
@@ -200,13 +200,13 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("told", STATES)
 def test_each_problem_is_a_sentence(told: str) -> None:
     def line(problem: Problem) -> str:
         age = "" if problem.seconds is None else f" ({problem.seconds:.0f} s)"
         return f"{problem.level}: {problem.text}{age}"
 
-    problems = found(TOLD[told])
+    problems = found(STATES[told])
     assert [line(problem) for problem in problems] == told.splitlines()
     assert [each.text for each in problems if each.level == "bad" and not each.advice] == [], (
         "bad, but without advice"
@@ -275,12 +275,14 @@ def test_slots_of_two_models_on_a_host_are_distinct() -> None:
         "decode-0", Role.DECODE, "h", "ready", 1, since=NOW - 5, end="exit code 1", model="other"
     )
     shown = {
-        node.instance.id: node for node in of(slot, demo=demo, instances=[*ALL, *other]) if node.instance
+        node.instance.id: node
+        for node in nodes_of(slot, demo=demo, instances=[*ALL, *other])
+        if node.instance
     }
     assert (shown["decode-0-d0"].seconds, shown["decode-0-o0"].seconds) == (1000, 5)
     assert shown["decode-1-o1"].seconds is None, "its role runs standalone"
     slot = replace(slot, state="waiting to restart")
-    processes = of(slot, demo=demo, instances=ALL)
+    processes = nodes_of(slot, demo=demo, instances=ALL)
     assert [node.name for node in processes if not node.up] == ["decode-0 of other"]
     assert readiness(graph_state(ALL, [], {}, {}, {}), processes)["decode-0", "h"] is False
 
@@ -293,7 +295,7 @@ def test_a_lost_worker_is_gone_despite_a_namesake_of_another_model() -> None:
     assert readiness(told, nodes(told, NOW))["decode-0", "h"] is False
 
 
-def of(slot: SlotState, *, demo: list[SlotState], instances: list[Instance]) -> list[Node]:
+def nodes_of(slot: SlotState, *, demo: list[SlotState], instances: list[Instance]) -> list[Node]:
     return nodes(
         graph_state(instances, [*demo, slot], {}, {}, {each.id: ProcessReport() for each in instances}), NOW
     )

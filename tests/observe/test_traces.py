@@ -73,7 +73,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield collector
 
 
-def tell(tracer: Tracer, count: int = 1) -> None:
+def send_spans(tracer: Tracer, count: int = 1) -> None:
     for _ in range(count):
         span = tracer.part("prefill", time.monotonic(), TRACEPARENT)
         assert span is not None
@@ -88,12 +88,12 @@ async def test_the_environment_overrides_the_name_of_a_service(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
-        tell(tracer)
+        send_spans(tracer)
     assert [(span.service, span.process) for span in collector.spans] == [("pdserve-decode", "decode-0")]
     assert collector.posts == ["/v1/traces"]
     monkeypatch.setenv("OTEL_SERVICE_NAME", "llm")
     async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
-        tell(tracer)
+        send_spans(tracer)
     assert collector.spans[-1].service == "llm"
 
 
@@ -111,10 +111,10 @@ async def test_lost_spans_are_logged_at_most_twice(
         collector.status = int(broken)
     async with Tracer().exporting(f"{url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
         began = time.monotonic()
-        tell(tracer, 300)
+        send_spans(tracer, 300)
         assert time.monotonic() - began < 10, "a request waits for no batch"
         await until(lambda: bool(losses(caplog)), within=30)
-        tell(tracer, 300)
+        send_spans(tracer, 300)
         ending = time.monotonic()
     assert time.monotonic() - ending < END_WITHIN + 2.5
     lines = losses(caplog)

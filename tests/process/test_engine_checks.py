@@ -40,7 +40,7 @@ async def engine() -> AsyncIterator[SimEngine]:
         yield engine
 
 
-async def watched(engine: SimEngine, seconds: float) -> bool:
+async def stays_alive(engine: SimEngine, seconds: float) -> bool:
     """Whether the engine counts as alive for `seconds`."""
     watching = asyncio.create_task(engine_checks.EngineWatch(engine).run())
     await asyncio.wait([watching], timeout=seconds)
@@ -56,9 +56,9 @@ async def test_a_hung_engine_is_dead_and_a_short_pause_is_not(
     """The engine has no requests."""
     engine.faults.going.clear()
     asyncio.get_running_loop().call_later(0.1, engine.faults.going.set)
-    assert await watched(engine, 0.5)
+    assert await stays_alive(engine, 0.5)
     engine.faults.going.clear()
-    assert not await watched(engine, 30)
+    assert not await stays_alive(engine, 30)
 
 
 @pytest.mark.parametrize(("spins_after", "within", "alive"), [(300.0, 0.7, True), (0.6, 30.0, False)])
@@ -68,7 +68,7 @@ async def test_an_engine_that_uses_cpu_time_has_a_longer_timeout(
     monkeypatch.setattr(engine_checks, "SPINS_AFTER", spins_after)
     engine.faults.slow = 5000.0
     await engine.generate("r", PROMPT, body(), None)
-    assert await watched(engine, within) is alive
+    assert await stays_alive(engine, within) is alive
 
 
 @asynccontextmanager

@@ -138,7 +138,7 @@ async def test_a_signal_during_the_start_ends_a_role_with_exit_code_0(alone: Alo
     process = await asyncio.create_subprocess_exec(
         *alone.command(Role.FRONTEND), env=alone.env, stderr=asyncio.subprocess.PIPE
     )
-    await until(lambda: any(map(_handles, _children(process.pid))))
+    await until(lambda: any(map(_has_handlers, _children(process.pid))))
     process.send_signal(signal.SIGTERM)
     _, said = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0, said
@@ -150,7 +150,7 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def _handles(pid: int) -> bool:
+def _has_handlers(pid: int) -> bool:
     """Whether the role has set its signal handlers, of which SIGHUP's is the last."""
     caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
     return bool(int(caught, 16) >> (signal.SIGHUP - 1) & 1)

@@ -35,7 +35,7 @@ def say(text):
 def role(beat):
 """
 TAIL = "\nalone.HANGS_AFTER = float(os.environ.get('HANGS_AFTER', 60))\nsys.exit(alone.run_alone(role))\n"
-ENDS = """
+ENDS_AT_SIGNAL = """
     def stopped(number, _):
         say(f"got {signal.Signals(number).name}")
         ended.append(number)
@@ -50,7 +50,7 @@ ENDS = """
     say("drained")
     return 0
 """
-LEAVES = """
+LEAVES_FILES = """
     import multiprocessing
     memory = shared_memory.SharedMemory(create=True, size=1 << 12)
     engine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
@@ -81,7 +81,7 @@ def running(role: str, **env: str) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
-def line(process: "subprocess.Popen[str]") -> list[str]:
+def next_words(process: "subprocess.Popen[str]") -> list[str]:
     assert process.stdout is not None
     return process.stdout.readline().split()
 
@@ -107,7 +107,7 @@ def test_paths_of_sockets_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_the_role_gets_one_signal_for_ctrl_c() -> None:
     """The terminal sends SIGINT to role and parent."""
-    with Terminal([sys.executable, "-c", HEAD + ENDS + TAIL], _environment()) as terminal:
+    with Terminal([sys.executable, "-c", HEAD + ENDS_AT_SIGNAL + TAIL], _environment()) as terminal:
         await asyncio.to_thread(terminal.until, "role ")
         terminal.type("\x03")
         await asyncio.to_thread(terminal.until, "the exit code is 0")
@@ -116,8 +116,8 @@ async def test_the_role_gets_one_signal_for_ctrl_c() -> None:
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_killed_or_hung_role_leaves_nothing_behind(killed: bool) -> None:
-    with running(LEAVES, HANGS_AFTER="60" if killed else "1") as process:
-        _, pid, engine, memory, folder = line(process)
+    with running(LEAVES_FILES, HANGS_AFTER="60" if killed else "1") as process:
+        _, pid, engine, memory, folder = next_words(process)
         if killed:
             os.kill(int(pid), signal.SIGKILL)
         assert process.wait(30) == (137 if killed else 1)
@@ -132,10 +132,10 @@ def test_a_killed_or_hung_role_leaves_nothing_behind(killed: bool) -> None:
 
 
 async def test_a_role_drains_when_its_parent_is_killed() -> None:
-    with running(ENDS) as process:
-        _, pid, folder = line(process)
+    with running(ENDS_AT_SIGNAL) as process:
+        _, pid, folder = next_words(process)
         process.kill()
-        assert await asyncio.to_thread(line, process) == ["got", "SIGTERM"]
+        assert await asyncio.to_thread(next_words, process) == ["got", "SIGTERM"]
         await until(lambda: not Path(folder).exists())
         await until(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie")
 
