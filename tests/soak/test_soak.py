@@ -1,5 +1,5 @@
 """Short runs of `python -m pdserve_bench.soak` and `.fuzz` with real processes, NATS and etcd, and simulated engines.
-Both use one graph. The soak runs first, because it measures more precisely."""
+Both use one graph. The soak runs first, because its margins are narrower."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,8 +1,8 @@
 """Recommend a candidate from the measured results. Pure. The rules, in this order:
 1. A candidate that failed requests or did not start is out.
-2. If the aggregated engine carries the given rate with headroom, it wins.
+2. If the best aggregated one carries the given rate with headroom, it wins.
 3. The higher goodput wins if the intervals (`carried` to `broken`) do not overlap and the gain exceeds the noise.
-4. The aggregated engine wins, because it is simpler.
+4. The best aggregated one wins, because it is simpler.
 If too few requests were judged for a rule that is needed, nothing is recommended.
 """
 
@@ -67,7 +67,7 @@ class CandidateResult:
     problem: str = ""
     """Why it was not measured."""
     thin: str = ""
-    """Which bound rests on too few requests, as `8 requests at 2 requests/s`."""
+    """The rate that rests on too few requests, as `8 requests at 2 requests/s`."""
 
     @property
     def probed(self) -> bool:
@@ -96,7 +96,6 @@ class Recommendation:
     choice: CandidateResult | None
     """The candidate to run; None without any."""
     reason: str
-    """One to three sentences with numbers."""
     otherwise: str = ""
     """What would change the result."""
     notes: tuple[str, ...] = ()

@@ -61,7 +61,6 @@ class Attackers:
         self._dice = Random(4711)
 
     async def run(self, kinds: Iterable[str]) -> None:
-        """Attack until cancelled."""
         async with asyncio.TaskGroup() as group:
             for kind in kinds:
                 clients, attack = KINDS[kind]
@@ -144,7 +143,6 @@ async def attacked(
     say: Callable[[str], None],
     beyond: float = MAX_EXTRA_WAIT,
 ) -> FuzzReport:
-    """Start the file's graph and attack it."""
     made = create(folder / "tls")
     os.environ["SSL_CERT_FILE"] = str(made.authority)
     security = {"tls-certificate": str(made.certificate), "tls-key": str(made.key)}

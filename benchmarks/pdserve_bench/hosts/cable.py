@@ -38,7 +38,6 @@ class Cable:
         run(f"ip link set {self._name} down")
 
     def mend(self) -> None:
-        """Undo `cut`."""
         run(f"ip link set {self._name} up")
 
     def remove(self) -> None:

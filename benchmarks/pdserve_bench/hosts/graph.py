@@ -45,8 +45,6 @@ STOP_WITHIN = 60.0
 
 @dataclass
 class Place:
-    """A host and its process."""
-
     name: str
     host: Host
     process: HostProcess

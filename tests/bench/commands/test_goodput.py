@@ -154,8 +154,7 @@ async def test_a_server_without_responses_is_reported() -> None:
 
 async def test_the_goodput_of_a_known_server_is_found(tmp_path: Path) -> None:
     """The server takes 0.2 s per prompt. At r requests/s, a request that arrives after t seconds waits t (r / 5 - 1)
-    seconds. At r = 7.7, three quarters of the requests, those of the first 1.5 s, wait at most 0.8 s and so keep the
-    TTFT of 1 s. On a busy machine, the goodput is lower."""
+    seconds. At r = 7.7, three quarters of the requests wait at most 0.8 s. On a busy machine, the goodput is lower."""
     load = "--prompt-tokens 20 --answer-len 2 --seconds 2 --start-rate 10 --precision 0.4"
     slo = "--ttft 1s --gap 9s --share 0.75 --json found.json"
     async with tiny_server(Prefilling(0.2)) as tiny:

@@ -110,8 +110,8 @@ def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
 
 
 def _as_frontend(host: str, port: int, everything: Sequence[bytes]) -> None:
-    """Speak the stream's protocol: half a greeting (at once, and byte by byte), a wrong version, a frame length of
-    2^32-1. After a good greeting, send all payloads, then such a length or a frame that is cut short."""
+    """Speak the stream's protocol wrongly: half a greeting, a wrong version, a frame length of 2^32-1, and after a good
+    greeting all payloads and a broken frame."""
     greeting = _framed(GREETING + b" garbage")
     endless = b"\xff" * 4
     for raw in (greeting[: len(greeting) // 2], _framed(b"pdserve-stream/0 garbage"), endless):
