@@ -60,7 +60,7 @@ def goodput(
 
     Each probe sends requests at one rate for --seconds and waits until the server is idle again. The rate rises or
     falls from --start-rate until one rate is carried and a higher one is not. Then the interval is narrowed to
-    --precision. Its ends are probed again until they are certain, three times at most. This usually takes three
+    --precision. Its ends get up to three probes each, until they are certain. This usually takes three
     to six minutes. Ctrl-C shows the result so far.
 
     A second run with the same --seed sends the same prompts, which may be in the server's prefix cache. Run it on

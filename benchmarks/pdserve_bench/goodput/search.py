@@ -2,8 +2,8 @@
 
 The rate rises or falls by factors of at most two until one rate is carried (enough requests keep the SLO) and a higher
 one is broken. Then the interval is bisected (logarithmically) down to the precision. Its ends are probed again until
-they are certain (Wilson's interval), with at most `TRIES` probes each. If that overturns an end, the search continues from
-there. A non-increasing curve is fitted to the shares of all rates (`samples.falling`)."""
+they are certain (Wilson's interval), with at most `TRIES` probes each. If that overturns an end, the search continues
+from there. A non-increasing curve is fitted to the shares of all rates (`samples.falling`)."""
 
 import math
 import statistics

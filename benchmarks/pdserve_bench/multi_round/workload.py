@@ -92,8 +92,8 @@ class MultiRound:
         return self.shared_system_prompt + self.user_history_prompt + self.num_rounds * round_
 
     def visits(self) -> Iterator[Visit]:
-        """Yield visits in order of time, without end, as in a steady state: some chats began before the start. Users join
-        at regular intervals, each at a random moment of its interval."""
+        """Yield visits in order of time, without end, as in a steady state: some chats began before the start. Users
+        join at regular intervals, each at a random moment of its interval."""
         dice = Random(f"{self.seed} arrivals")
         early = list[tuple[float, int]]()
         for place in range(-int(self.interval * (self.num_rounds - 1) / self.joining) - 1, 0):
