@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from pdserve.contract.messages import Failed, KvHandle, PrefillDone, Submit
@@ -147,15 +148,16 @@ class RequestRunner:
             request.names = self.engine.prompt_names(submit.prompt, submit.body)
         cache = self.engine.prefixes
         request.prefix_hit = cache.hit(request.names) if request.names else 0
+        hit = max(request.prefix_hit, self._under_way(request))
         workers = self.workers.available()
         estimates = None
         cached = self.prefixes.cached(request, workers)
         if settings.remote_prefill and (settings.policy == "adaptive" or cached):
-            compute, ids = prompt - request.prefix_hit, [worker.id for worker in workers]
+            compute, ids = prompt - hit, [worker.id for worker in workers]
             estimates = self.estimator.of(request, compute, prompt, ids, cached)
         decision = decide(
             prompt,
-            request.prefix_hit,
+            hit,
             depth,
             len(workers),
             self.queue.connected,
@@ -170,7 +172,7 @@ class RequestRunner:
         elif decision.mode == "remote" and self.is_idle():
             decision = Decision("local", OWN)
         text = "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s"
-        numbers = prompt, request.prefix_hit, depth, len(workers), estimates or thresholds(settings)
+        numbers = prompt, hit, depth, len(workers), estimates or thresholds(settings)
         # not logged here, because a log line would delay the first token by 0.1 ms
         log = partial(logger.info, text, request.id, decision.mode, decision.reason, *numbers)
         asyncio.get_running_loop().call_soon(log)
@@ -182,12 +184,21 @@ class RequestRunner:
                 request.prefix = estimates.prefix
                 request.remote_tokens -= request.prefix.cached
         else:
-            request.local_tokens = prompt - request.prefix_hit
+            request.local_tokens = prompt - hit
         return decision
+
+    def _under_way(self, request: DecodeRequest) -> int:
+        """Return how many leading tokens of the prompt this engine computes for earlier requests."""
+        size, most = self.engine.prefixes.block_size, 0
+        for other in self.requests:
+            if request.names and other.names and other.local_tokens and other is not request:
+                pairs = zip(request.names.reusable(size), other.names.of(size), strict=False)
+                most = max(most, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return most * size
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
         """Generate without remote KV, once it is the prompt's turn."""
-        since, tokens = time.monotonic(), request.local_tokens
+        since, tokens = time.monotonic(), len(request.submit.prompt) - request.prefix_hit
         order = request.submit.client, request.due, tokens * self.estimator.local_token_seconds
         async with self.slots.take(tokens, *order, request.begins) as waited:
             if waited:

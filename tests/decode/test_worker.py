@@ -524,3 +524,15 @@ async def test_a_local_prompt_counts_without_a_prefix_computed_while_it_waited()
         for each in asked:
             await frontend.end_of(each)
     assert learned == [len(LONG), len(LONG) + 40 - len(LONG) // 16 * 16]
+
+
+async def test_a_prompt_is_local_if_this_engine_computes_its_prefix_already() -> None:
+    async with WorkerGraph(max_local_prefill_length=len(LONG)) as graph:
+        await graph.prefill()
+        frontend = await graph.frontend()
+        graph.decode_engine.faults.going.clear()
+        asked = [await frontend.submit(each) for each in (LONG, [*LONG, *SHORT], [*SHORT, *LONG])]
+        await until(lambda: [each.local_tokens for each in graph.decode.requests.clients()] == [500, 24, 0])
+        graph.decode_engine.faults.going.set()
+        ways = [(await frontend.end_of(each)).way for each in asked]
+    assert ways == [("local", "short"), ("local", "short"), ("remote", "long")]
