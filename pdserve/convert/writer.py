@@ -138,8 +138,9 @@ def _place_served_name(server: Server, graph: Graph, names: list[Any]) -> None:
 
 def _place_api_keys(server: Server, graph: Graph, keys: list[Any]) -> None:
     given = [str(key) for key in keys if isinstance(key, str | int) and not isinstance(key, bool) and key]
-    graph.keys += [key for key in given if key.isprintable() and " " not in key]
-    if not graph.keys or graph.keys != given:
+    valid = [key for key in given if key.isprintable() and " " not in key]
+    graph.keys = list(dict.fromkeys([*graph.keys, *valid]))
+    if not valid or valid != given:
         graph.dropped["api-key"] = "has no value, or one with a space: set Security.api-keys."
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def unpack(archive: bytes, folder: Path) -> Path:
             tar.extractall(fresh, filter="data")
         os.sync()  # write the files to disk before the folder gets its final name
         _move(fresh, target)
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
         raise Unavailable(f"cannot unpack the model archive: {error}") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -187,6 +187,14 @@ def test_secrets_reach_neither_output_nor_graph(tmp_path: Path, capsys: pytest.C
     assert "api-key has no value" in text
 
 
+def test_decode_and_prefill_servers_may_have_the_same_api_key(tmp_path: Path) -> None:
+    roles = ("producer", "consumer")
+    both = [f'{ONE} --api-key sk-1 --kv-transfer-config \'{{"kv_role": "kv_{role}"}}\'' for role in roles]
+    (tmp_path / "run.sh").write_text("\n".join(both))
+    graph = graph_for(servers_of(str(tmp_path / "run.sh")), 8)
+    assert (graph.keys, list(graph.dropped)) == (["sk-1"], ["kv-transfer-config"])
+
+
 def test_valid_api_keys_become_lines_of_a_file(tmp_path: Path) -> None:
     keys = json.dumps(["good=1", "with space", "two\nroot=lines", {"a": "b"}, True, 12345])
     (tmp_path / "v.yaml").write_text(

@@ -3,7 +3,9 @@
 import asyncio
 import io
 import os
+import random
 import tarfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -77,6 +79,13 @@ def test_bad_archives_leave_nothing(tmp_path: Path, data: bytes) -> None:
         unpack(data, tmp_path / "models")
     assert not list((tmp_path / "models").iterdir())
     assert not (tmp_path / "evil").exists()
+
+
+def test_an_archive_that_is_damaged_anywhere_is_refused_or_unpacked(tmp_path: Path) -> None:
+    whole = tar_of(**{name: random.Random(name).randbytes(5000).hex().encode() for name in "ab"})
+    for place in range(0, len(whole) - 8, 40):
+        with suppress(Unavailable):
+            unpack(whole[:place] + 8 * b"\xff" + whole[place + 8 :], tmp_path / "models")
 
 
 def test_an_archive_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

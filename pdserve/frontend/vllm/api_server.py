@@ -290,12 +290,12 @@ class OutputHandler:
         self._unrecorded.append(stats)
         return over
 
-    def _fail_last(self, taken: Sequence[EngineCoreOutput]) -> Iterator[str]:
-        """Fail the request of the last output that was taken. Return all requests up to it that are over, because the
-        error lost the list of those that ended by a stop string."""
-        fail_request(self._engine, taken[-1].request_id, "internal error in the frontend", 500)
+    def _fail_last(self, taken: Sequence[EngineCoreOutput]) -> set[str]:
+        """Fail the request of the last output that was taken. Return it with its siblings (n > 1), and all requests up
+        to it that are over, because the error lost the list of those that ended by a stop string."""
+        failed = fail_request(self._engine, taken[-1].request_id, "internal error in the frontend", 500)
         running = self._processor.request_states
-        return (output.request_id for output in taken if output.request_id not in running)
+        return {*failed, *(output.request_id for output in taken if output.request_id not in running)}
 
     def _record(self) -> None:
         unrecorded, self._unrecorded = self._unrecorded, []

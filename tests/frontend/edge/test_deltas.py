@@ -282,6 +282,23 @@ async def test_an_output_that_cannot_be_processed_fails_only_its_request(
 
 
 @in_session
+async def test_an_output_that_cannot_be_processed_cancels_all_outputs_of_its_request(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with graph.worker(pace=None) as worker:
+        worker.script = [Step([300 + number]) for number in range(6)]
+        answer = asyncio.create_task(
+            graph.http.post("/v1/completions", json={**COMPLETION, "n": 2, "temperature": 1})
+        )
+        await worker.until(lambda: len(worker.jobs) == 2)
+        states = graph.processor().core.fail_request.args[0].output_processor.request_states  # type: ignore[attr-defined]
+        monkeypatch.setattr(next(iter(states.values())).detokenizer, "update", None)
+        await worker.step()
+        await worker.until(lambda: not worker.jobs)
+        assert (await answer).status_code == 500
+
+
+@in_session
 async def test_a_finished_request_is_freed_without_garbage_collection(graph: Graph) -> None:
     """Prompts are large, and collections are rare."""
     kinds = (RequestState, Generation)
