@@ -145,7 +145,6 @@ async def test_a_wait_in_an_engine_is_a_hop(
 
 
 async def test_hops_of_a_redelivered_prompt(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    """One prefill worker pulls the prompt and does not answer; then another pulls it."""
     acted = await graph.act_prefill()
     before = counted("pdserve_prefill_queue_wait_seconds_count")
     request = await frontend.submit(LONG)

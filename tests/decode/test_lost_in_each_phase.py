@@ -1,5 +1,5 @@
 """A prefill worker is lost in each phase of a remote prefill. The test acts as the victim, with a
-simulated engine, to control the phase. A spare worker starts just before the fault."""
+simulated engine, to control the phase."""
 
 import time
 from contextlib import AsyncExitStack

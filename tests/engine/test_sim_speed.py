@@ -12,7 +12,7 @@ from pdserve.engine.spec import EngineSpec
 from pdserve.util.errors import ConfigError
 from tests.engine.sims import body, sim
 
-STEP = SimModel(
+MODEL = SimModel(
     step_seconds=0.01,
     sequence_seconds=0.002,
     context_seconds=0.003,
@@ -33,7 +33,7 @@ STEP = SimModel(
     ],
 )
 def test_step_time(decoding: int, context: int, chunks: list[tuple[int, int]], seconds: float) -> None:
-    assert STEP.step_time(decoding, context, chunks) == pytest.approx(seconds)
+    assert MODEL.step_time(decoding, context, chunks) == pytest.approx(seconds)
 
 
 def test_a_chunk_follows_two_short_steps_for_kv() -> None:
@@ -75,8 +75,6 @@ async def test_steps_keep_their_pace_with_coarse_timers() -> None:
 
 
 async def test_the_time_of_a_step_follows_from_its_contents() -> None:
-    """One step has two prompts, the next two steps have both sequences, with some 200 tokens of context each, and the
-    last two have one sequence."""
     speeds = {"step-seconds": 0.001, "sequence-seconds": 0.002, "context-seconds": 0.015, "prefill-rate": 1e6}
     arguments = {"block-size": 16, "additional-config": {"sim": speeds}}
     async with SimEngine(EngineSpec(Role.DECODE, "d", "demo", engine_args=arguments)) as decode:

@@ -18,7 +18,7 @@ from tests.frontend.test_generate import chat, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-OWN = {"x-request-id": "the-same"}
+OWN_ID = {"x-request-id": "the-same"}
 TIMED = ("server-timing", "content-length")
 
 
@@ -52,8 +52,8 @@ async def test_without_plugins_requests_are_answered_identically(graph: Graph) -
         client(graph.app_with(ApiKeys(), plugins=())) as bare,
     ):
         for path, body in ASKED:
-            expected = comparable(await with_plugins.post(path, json=body, headers=OWN))
-            assert comparable(await bare.post(path, json=body, headers=OWN)) == expected
+            expected = comparable(await with_plugins.post(path, json=body, headers=OWN_ID))
+            assert comparable(await bare.post(path, json=body, headers=OWN_ID)) == expected
         assert [model["id"] for model in (await bare.get("/v1/models")).json()["data"]] == ["demo"]
         for path in ("/health", "/metrics", "/requests", "/dashboard", "/load", "/version"):
             assert (await bare.get(path)).status_code == 404
@@ -79,7 +79,7 @@ async def test_an_error_of_a_plugin_reaches_no_client_and_no_other_plugin(
     plugins = Plugins(graph.context, [Broken(graph.context), Receipts(graph.context)])
     app = FrontendApp(graph.models, ApiKeys(), plugins, 20.0)
     async with graph.worker(), client(app) as http:
-        assert (await http.post("/v1/completions", json=completion(), headers=OWN)).status_code == 200
+        assert (await http.post("/v1/completions", json=completion(), headers=OWN_ID)).status_code == 200
     assert [receipt.request_id for receipt in plugins.receipts(1)] == ["the-same"]
     assert plugins.add_to_report(ProcessReport(Load(running=1))).load.running == 1
     for call in ("begin", "end", "add_to_report", "receipts"):

@@ -51,7 +51,7 @@ def config(etcd_url: str, namespace: str, tmp_path: Path) -> Config:
     )
 
 
-BRIEF = {"x-request-timeout": "0.2"}
+SHORT_TIMEOUT = {"x-request-timeout": "0.2"}
 
 
 class FrontendProcess:
@@ -110,7 +110,7 @@ async def test_a_frontend_from_start_to_end(config: Config) -> None:
     requests may run until the drain timeout."""
     async with frontend(replace(config, host="127.0.0.2", drain_timeout=2.0)) as client:
         health = await client.get("/health")
-        impatient = await client.post("/v1/completions", json=completion(), headers=BRIEF)
+        impatient = await client.post("/v1/completions", json=completion(), headers=SHORT_TIMEOUT)
         early = asyncio.create_task(client.post("/v1/completions", json=completion()))
         assert health.status_code == 503
         assert "no decode worker has registered" in health.json()["missing"]

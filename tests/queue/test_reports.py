@@ -17,11 +17,11 @@ from tests.conditions import until
 from tests.queue.conftest import Queues, nats_queues
 from tests.queue.requests import request
 
-TOKEN = 0.0001
+TOKEN_SECONDS = 0.0001
 
 
 def state(
-    delivered: int, pending: int = 0, tokens: int = 0, token: float = TOKEN, worker: str = "p"
+    delivered: int, pending: int = 0, tokens: int = 0, token: float = TOKEN_SECONDS, worker: str = "p"
 ) -> QueueState:
     return QueueState(delivered, pending, worker, PrefillLoad(tokens, token))
 
@@ -40,8 +40,8 @@ def state(
         ([(state(1, tokens=3000), 9.8)], state(9), True),  # done sooner
         ([(state(1, tokens=3000), 9.8)], state(9, tokens=3000), True),
         ([(state(1, token=0.0), 0)], state(9), True),  # the first measured speed
-        ([(state(1), 0)], state(9, token=1.2 * TOKEN), False),
-        ([(state(1), 0)], state(9, token=1.3 * TOKEN), True),
+        ([(state(1), 0)], state(9, token=1.2 * TOKEN_SECONDS), False),
+        ([(state(1), 0)], state(9, token=1.3 * TOKEN_SECONDS), True),
         ([(state(1), 0), (state(3, worker="q"), 0)], state(3), False),
         (
             [(state(1), 0), (state(8, pending=2, worker="q"), 9.95)],
@@ -64,7 +64,9 @@ def test_a_reported_load_includes_half_an_interval_of_work_for_others() -> None:
     reports.pulled("decode-0", 9.0)
     assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000), "its own requests"
     reports.pulled("decode-1", 9.0)
-    assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000 + round(INTERVAL / 4 / TOKEN))
+    assert reports.next(state(1, tokens=1000), 10.0) == state(
+        1, tokens=1000 + round(INTERVAL / 4 / TOKEN_SECONDS)
+    )
 
 
 @pytest.mark.parametrize(("workers", "rate"), [(1, 1 / INTERVAL), (4, 4 / INTERVAL), (500, MAX_RATE)])
@@ -93,7 +95,7 @@ class Prefill:
     """A prefill worker that computes nothing; the test sets its load."""
 
     def __init__(self) -> None:
-        self.load = PrefillLoad(0, TOKEN)
+        self.load = PrefillLoad(0, TOKEN_SECONDS)
         self.puller = Puller("prefill-0", lambda: self.load)
 
 
@@ -129,11 +131,11 @@ async def test_a_backlog_is_reported_to_all_at_a_bounded_rate(
 ) -> None:
     _, other, prefill = await ask(broadcasts, 20)
     worker = Prefill()
-    worker.load = PrefillLoad(5000, TOKEN)
+    worker.load = PrefillLoad(5000, TOKEN_SECONDS)
     for _ in range(20):
         await prefill.pull(1, 1, worker.puller)
     await until(lambda: "prefill-0" in other.loads)
-    assert other.loads["prefill-0"][0] == PrefillLoad(5000, TOKEN)
+    assert other.loads["prefill-0"][0] == PrefillLoad(5000, TOKEN_SECONDS)
     assert other.depth == 0
     await asyncio.sleep(3 * INTERVAL)
     assert len(broadcasts[1]) < 10
@@ -152,7 +154,7 @@ async def test_a_decode_worker_learns_the_load_of_anothers_addressed_prompts(
     await prefill.answer("decode-0-a", PrefillStarted("r0", "prefill-0", state=state))
     await anext(answers)
     await asyncio.sleep(2 * INTERVAL)
-    worker.load = PrefillLoad(5000, TOKEN)
+    worker.load = PrefillLoad(5000, TOKEN_SECONDS)
     prefill.load_changed(worker.puller)
     await until(lambda: decode.loads["prefill-0"][0] == worker.load)
 

@@ -176,7 +176,6 @@ async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytes
 
 
 async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drain waits neither for running warm-ups nor for retries."""
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.05)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.01)
     graph = WorkerGraph(drain_timeout=30.0)

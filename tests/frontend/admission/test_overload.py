@@ -1,5 +1,4 @@
-"""A flood on a real decode worker with a simulated engine: the engine gets no more than it can run, a polite
-client gets its turns, and excess requests get a 429 with Retry-After at once."""
+"""Floods of requests at decode workers, most with a simulated engine."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -45,17 +45,17 @@ def test_size_has_the_tokens_and_sequences_asked_for(
     assert size.prompt_tokens == len(body) // 4
 
 
-DATA = "A" * 400_000
+BASE64 = "A" * 400_000
 
 
 @pytest.mark.parametrize(
     ("path", "part"),
     [
-        ("chat/completions", {"type": "image_url", "image_url": {"url": DATA}}),
-        ("chat/completions", {"image_url": DATA}),
-        ("responses", {"type": "input_image", "image_url": DATA}),
-        ("messages", {"type": "image", "source": {"type": "base64", "data": DATA}}),
-        ("messages", {"type": "tool_result", "content": [{"type": "image", "source": {"data": DATA}}]}),
+        ("chat/completions", {"type": "image_url", "image_url": {"url": BASE64}}),
+        ("chat/completions", {"image_url": BASE64}),
+        ("responses", {"type": "input_image", "image_url": BASE64}),
+        ("messages", {"type": "image", "source": {"type": "base64", "data": BASE64}}),
+        ("messages", {"type": "tool_result", "content": [{"type": "image", "source": {"data": BASE64}}]}),
     ],
 )
 def test_an_image_counts_as_its_tokens(path: str, part: dict[str, object]) -> None:
@@ -66,7 +66,7 @@ def test_an_image_counts_as_its_tokens(path: str, part: dict[str, object]) -> No
 
 
 @pytest.mark.parametrize(
-    "part", [{"type": "text", "text": DATA}, {"source": DATA}, {"type": "image", "source": 1}]
+    "part", [{"type": "text", "text": BASE64}, {"source": BASE64}, {"type": "image", "source": 1}]
 )
 def test_a_part_that_is_no_image_counts_as_text(part: dict[str, object]) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": [part, "image"]}]}).encode()

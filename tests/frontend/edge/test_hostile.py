@@ -80,13 +80,13 @@ async def guarded(
         await until(lambda: not connections.open and not connections._entered)
         await until(lambda: (app._bodies.budget.used, dict(app._bodies.budget.of_client)) == (0, {}))
     await until(
-        lambda: not [task for task in asyncio.all_tasks() if _OF_REQUESTS.search(str(task.get_coro()))]
+        lambda: not [task for task in asyncio.all_tasks() if _REQUEST_TASKS.search(str(task.get_coro()))]
     )
     for model in graph.models.listed():
         assert not len(graph.models.find(model.name).admission)
 
 
-_OF_REQUESTS = re.compile("RequestResponseCycle|_disconnected|run.<locals>|Server._take")
+_REQUEST_TASKS = re.compile("RequestResponseCycle|_disconnected|run.<locals>|Server._take")
 
 
 HEADS = {

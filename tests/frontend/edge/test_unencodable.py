@@ -16,19 +16,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HUGE = 1 << 70
 NESTED = {"type": "object", "properties": {"a": {"anyOf": [{"const": 1}, {"const": -HUGE}]}}}
-BAD: list[tuple[dict[str, Any], str]] = [
+UNENCODABLE: list[tuple[dict[str, Any], str]] = [
     ({"repetition_detection": {"max_pattern_size": HUGE, "min_count": 2}}, "repetition_detection.max_pattern_size"),
     ({"structured_outputs": {"json": {"enum": [1, HUGE]}}}, "structured_outputs.json.enum[1]"),
     ({"structured_outputs": {"json": NESTED}}, "structured_outputs.json.properties.a.anyOf[1].const"),
 ]  # fmt: skip
-RANGE = {"type": "integer", "minimum": -(1 << 64), "maximum": -(1 << 64)}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": RANGE}}
+FATAL_INT = {"type": "integer", "minimum": -(1 << 64), "maximum": -(1 << 64)}
+FATAL_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": FATAL_INT}}
 SMILES = "\N{SLIGHTLY SMILING FACE}" * 300
-FATAL: list[tuple[dict[str, Any], str]] = [
-    ({"structured_outputs": {"json": RANGE}}, "must not be below"),
-    ({"structured_outputs": {"json": json.dumps({"items": {"anyOf": [RANGE]}})}}, "must not be below"),
-    ({"response_format": FORMAT}, "must not be below"),
-    ({"structured_outputs": {"grammar": "start: %json " + json.dumps(RANGE).replace("max", "m\\u0061x")}}, "below"),
+FATAL_GRAMMARS: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"json": FATAL_INT}}, "must not be below"),
+    ({"structured_outputs": {"json": json.dumps({"items": {"anyOf": [FATAL_INT]}})}}, "must not be below"),
+    ({"response_format": FATAL_FORMAT}, "must not be below"),
+    ({"structured_outputs": {"grammar": "start: %json " + json.dumps(FATAL_INT).replace("max", "m\\u0061x")}}, "below"),
     ({"structured_outputs": {"json": {"type": "string", "maxLength": SMILES, "minLength": SMILES}}}, ""),
 ]  # fmt: skip
 """Grammars found by `pdserve_bench.fuzz`, at which llguidance panics or ends the frontend with SIGSEGV."""
@@ -37,16 +37,16 @@ SURROGATES: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["\ud800"]}, "bad_words"),
 ]
 REFUSED_AS_STREAMS = [
-    *(("/v1/completions", changes, 400, said) for changes, said in BAD),
+    *(("/v1/completions", changes, 400, said) for changes, said in UNENCODABLE),
     ("/v1/completions", {"model": "a\udc00b"}, 404, "a\\udc00b"),
     ("/v1/responses", {"previous_response_id": "\ud800"}, 400, ""),
     ("/v1/responses", {"stop_token_ids": [1 << 40]}, 400, "stop_token_ids"),
 ]
 REFUSED = [
     *REFUSED_AS_STREAMS,
-    *(("/v1/completions", changes, 400, said) for changes, said in FATAL + SURROGATES),
+    *(("/v1/completions", changes, 400, said) for changes, said in FATAL_GRAMMARS + SURROGATES),
 ]
-"""FATAL and SURROGATES are sent without `stream` only."""
+"""FATAL_GRAMMARS and SURROGATES are sent without `stream` only."""
 JSON = {"content-type": "application/json"}
 
 
@@ -69,7 +69,7 @@ async def test_refused_requests_hold_no_capacity(graph: Graph) -> None:
     async with graph.worker(pace=None, at_once=8) as first:
         before = graph.processor().workers.capacity
         for _ in range(3):  # fewer sequences than slots: a request that has to wait may get a 429
-            bad = [post(graph, **changes, n=2) for changes, _ in BAD]
+            bad = [post(graph, **changes, n=2) for changes, _ in UNENCODABLE]
             assert {answer.status_code for answer in await asyncio.gather(*bad)} == {400}
         await graph.processor().core.idle()
         assert graph.processor().workers.capacity == before

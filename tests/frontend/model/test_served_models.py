@@ -36,7 +36,7 @@ from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-BRIEF = {"x-request-timeout": "0.2"}
+SHORT_TIMEOUT = {"x-request-timeout": "0.2"}
 
 
 async def names(graph: Graph) -> list[str]:
@@ -230,15 +230,14 @@ async def test_a_worker_that_never_sends_its_archive_delays_no_model(
 
 
 async def test_requests_wait_while_the_graph_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to `max-waiting` requests for the configured model wait, each until its deadline. A client that disconnects
-    leaves the queue."""
+    """At most `max-waiting` requests for the configured model wait, each until its deadline."""
     async with running_graph(tmp_path) as graph:
         monkeypatch.setattr(graph.models, "_limits", AdmissionLimits(max_waiting=3))
         unknown = await complete(graph, model="other")
         tokenizing = graph.http.post("/tokenize", json={"model": "demo", "prompt": "cat dog"})
         waiting = [asyncio.create_task(work) for work in (complete(graph), complete(graph), tokenizing)]
         await until(lambda: graph.models.load() == 2)
-        late = await complete(graph, headers=BRIEF)
+        late = await complete(graph, headers=SHORT_TIMEOUT)
         await until(lambda: graph.models.load() == 2)
         leaves = asyncio.create_task(complete(graph))
         await until(lambda: graph.models.load() == 3)

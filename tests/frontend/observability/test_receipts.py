@@ -36,7 +36,7 @@ HOPS = [
     Hop("prefill", 2e-6, 1e-6, "prefill-0"),
     Hop("first-step", 3e-6, 1e-6),
 ]
-THERE = ["queue prefill-0", "prefill prefill-0"]
+REMOTE_HOPS = ["queue prefill-0", "prefill prefill-0"]
 
 
 def newest(graph: Graph) -> Receipt:
@@ -70,7 +70,7 @@ async def test_receipt_and_headers_have_each_hop(
         stream = await complete(graph, stream=True, headers=named)
         wrong = await complete(graph, temperature=-1)
     _, _, receipt = graph.plugins.receipts(3)
-    assert way(receipt) == ["admission", *THERE, f"first-step {worker.id}", f"decode {worker.id}"]
+    assert way(receipt) == ["admission", *REMOTE_HOPS, f"first-step {worker.id}", f"decode {worker.id}"]
     assert receipt.hops[1].start >= HOPS[0].start + receipt.hops[0].start + receipt.hops[0].seconds
     assert (receipt.request_id, receipt.frontend) == ("my-id.7", "frontend-0-test")
     assert (receipt.status, receipt.error, receipt.running) == (200, "", False)
@@ -108,7 +108,7 @@ async def test_the_receipt_of_a_request_that_migrates_has_both_workers(graph: Gr
             await request
     await until(lambda: not newest(graph).running)  # the client may have the response a moment earlier
     receipt = newest(graph)
-    lost = ["admission", *THERE, f"first-step {first.id}", f"decode {first.id}"]
+    lost = ["admission", *REMOTE_HOPS, f"first-step {first.id}", f"decode {first.id}"]
     moved = [f"migration {first.id} {first.id} is gone", "admission no decode worker is available"]
     assert way(receipt) == [*lost, *moved, f"decode {second.id}"]
     assert (receipt.retries, receipt.instances, receipt.prefill) == (1, [first.id, second.id], "local")

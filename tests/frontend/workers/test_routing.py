@@ -25,7 +25,7 @@ from tests.memory.registry import MemoryRegistry
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BLOCK = 16
-SYSTEM = [300 + 7 * number % 600 for number in range(20 * BLOCK)]
+SYSTEM_PROMPT = [300 + 7 * number % 600 for number in range(20 * BLOCK)]
 
 
 @dataclass
@@ -92,7 +92,7 @@ async def routed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rout
 
 
 async def test_conversations_return_to_their_worker_from_either_frontend(routed: Routing) -> None:
-    prompts = [[*SYSTEM, *range(300 + 50 * user, 340 + 50 * user)] for user in range(8)]
+    prompts = [[*SYSTEM_PROMPT, *range(300 + 50 * user, 340 + 50 * user)] for user in range(8)]
     homes: list[list[str]] = [[] for _ in prompts]
     async with routed.two_workers():
         for turn in range(4):
@@ -114,11 +114,11 @@ async def test_conversations_return_to_their_worker_from_either_frontend(routed:
 
 async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do(routed: Routing) -> None:
     async with routed.two_workers():
-        first, _, _ = await routed.ask([*SYSTEM, 301])
+        first, _, _ = await routed.ask([*SYSTEM_PROMPT, 301])
         await routed.told()
-        again, _, cached = await routed.ask([*SYSTEM, 302], at=1)
-        assert (again, cached) == (first, len(SYSTEM))
-        prompts = [[*SYSTEM, 303 + user] for user in range(20)]
+        again, _, cached = await routed.ask([*SYSTEM_PROMPT, 302], at=1)
+        assert (again, cached) == (first, len(SYSTEM_PROMPT))
+        prompts = [[*SYSTEM_PROMPT, 303 + user] for user in range(20)]
         answers = await asyncio.gather(
             *(routed.ask(prompt, 200, at=user % 2) for user, prompt in enumerate(prompts))
         )
@@ -126,7 +126,7 @@ async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do(routed: Routi
 
 
 async def test_a_dead_workers_entries_are_removed_and_its_successor_has_none(routed: Routing) -> None:
-    prompt = SYSTEM[: 10 * BLOCK]
+    prompt = SYSTEM_PROMPT[: 10 * BLOCK]
     async with routed.two_workers():
         home, _, _ = await routed.ask(prompt)
         await routed.told()
@@ -147,7 +147,7 @@ async def test_prefixes_are_reported_and_kept_only_for_the_policy_kv(routed: Rou
     def followed() -> bool:
         return any(worker.engine.prefixes._changed for worker in routed.workers)
 
-    prompt = SYSTEM[: 10 * BLOCK]
+    prompt = SYSTEM_PROMPT[: 10 * BLOCK]
     async with routed.two_workers("least-loaded"):
         kept = routed.frontends[0].processor().workers._prefixes
         for _ in range(2):
@@ -167,7 +167,7 @@ async def test_prompts_that_begin_alike_and_come_at_once_go_to_one_worker(routed
     """When the later prompts come, the worker's cache has nothing to report yet."""
     async with routed.two_workers():
         await routed.told()
-        found = await asyncio.gather(*(routed.ask([*SYSTEM, last]) for last in range(3, 6)))
+        found = await asyncio.gather(*(routed.ask([*SYSTEM_PROMPT, last]) for last in range(3, 6)))
         assert len({worker for worker, _, _ in found}) == 1
 
 
