@@ -217,7 +217,7 @@ async def test_the_command_reports_all_requests(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     figures = found["data"]["figures"]
     assert figures["requests"] == figures["finished"] > 5
-    assert len(tiny.chats) == figures["requests"] + 3  # plus the check of the server, and two for warm-up
+    assert len(tiny.chats) == figures["requests"] + 3  # the check of the server, and two of the warm-up
     assert {asked.headers["authorization"] for asked in server.asked} == {"bearer k"}
     assert found["complete"]
     assert re.search(r"QPS +10\.0000 reqs/s", out)

@@ -113,7 +113,7 @@ def test_noise_is_known_only_if_the_repeated_search_is_precise() -> None:
     assert noise(near, unknown()) is None
 
 
-def test_a_graph_that_carries_as_much_as_the_repeated_baseline_gains_nothing() -> None:
+def test_a_graph_no_better_than_the_repeated_baseline_gains_nothing() -> None:
     """A graph that carries more than both baselines, by more than the noise, does gain."""
     baseline, control, same = (
         entrant(name, name == "a", r1=20, **rates)

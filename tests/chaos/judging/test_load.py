@@ -97,7 +97,7 @@ async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
 async def test_a_second_expected_output_counts_only_as_a_whole(
     other: tuple[int, ...], result: Judgement
 ) -> None:
-    kind = "right" if other == ANSWER else "wrong"  # the server's tokens are 7, 9, 9
+    kind = "right" if other == ANSWER else "wrong"  # "wrong" is 7, 9, 9
     async with _server(kind) as url, JudgedLoad(url, "demo", _cases(), 1, 5) as load:
         load.also_right = {(1, 2): other}
         await load.until(lambda attempt: True)

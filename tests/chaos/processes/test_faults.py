@@ -62,7 +62,7 @@ LEADERS = [f"etcd-leader-{how}" for how in ("kill", "hang", "cut")]
         (HOST_FAULTS, "servers", ["servers-link-cut-10s", "servers-link-cut-60s", "servers-host-vanish"]),
         (HOST_FAULTS, "servers-link-cut-10s,10s", ["servers-link-cut-10s", *LINKS]),
         (HOST_FAULTS, "limit", ["loss-1%", "delay-50ms", "rate-1gbit"]),
-        # no servers-host-restart, because it would change the servers' only known address
+        # no servers-host-restart: this fault means another address, and the servers keep theirs
         (HOST_FAULTS, "restart", ["decode-host-restart", "prefill-host-restart"]),
         (CLUSTER_FAULTS, "etcd-leader,majority", [*LEADERS, "nats-majority", "etcd-majority"]),
     ],
