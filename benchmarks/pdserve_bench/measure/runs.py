@@ -46,9 +46,10 @@ class LoadRun:
     @property
     def closes(self) -> float:
         """End of the interval for rates: when the last request could start, or when the run was interrupted. The wait
-        for the last responses is left out, because the server is not fully loaded then."""
+        for the last responses is left out, because the server is not fully loaded then. If all requests start at once,
+        it is the interval."""
         now = self.ended or time.monotonic()
-        return min(now, self.asks_until) if self.asks_until else now
+        return min(now, self.asks_until) if self.asks_until > self.began else now
 
     def of(self, outcome: Outcome) -> list[Exchange]:
         return [exchange for exchange in self.exchanges if exchange.outcome is outcome]

@@ -77,6 +77,12 @@ def exchange(at: float, ttft: float, cached: int | None = None) -> Exchange:
     return made
 
 
+def test_the_rate_of_requests_that_are_all_sent_at_once_counts_the_wait_for_them() -> None:
+    found = result(exchange(0.0, 0.1), exchange(0.0, 0.2))
+    found.run.asks_until = found.run.began + found.seconds
+    assert found.report().lead.endswith(": 0.04 requests/s.")
+
+
 def test_the_plot_shows_each_figure_in_its_window_of_time() -> None:
     samples = [Sample(102.5, 8, 0.25, 0.0), Sample(130.5, 4, 0.5, 0.1)]
     report = result(exchange(0.5, 0.1, 5), exchange(20.5, 0.4, 10), samples=samples).report()
