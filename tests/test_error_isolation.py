@@ -77,9 +77,7 @@ async def test_an_error_fails_only_its_request(
         await others_are_served(graph, other, prefill)
 
 
-async def test_a_failed_cancellation_affects_no_other_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_failed_cancellation_affects_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async with WorkerGraph() as graph:
         frontend, engine = await graph.frontend(), graph.decode_engine
         engine.faults.slow = 1000.0
@@ -93,9 +91,7 @@ async def test_a_failed_cancellation_affects_no_other_request(
         await others_are_served(graph, frontend)
 
 
-async def test_a_failed_load_report_affects_no_other_frontend(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_failed_load_report_affects_no_other_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
     async with WorkerGraph() as graph:
         version = graph.decode_engine.facts.vllm_version
         told = await graph.frontend("told")

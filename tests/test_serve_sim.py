@@ -215,9 +215,7 @@ def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: KeyedSer
         terminal.until("the exit code is 130")
 
 
-def test_a_killed_worker_comes_back_with_its_first_configuration(
-    graph: KeyedServe,
-) -> None:
+def test_a_killed_worker_comes_back_with_its_first_configuration(graph: KeyedServe) -> None:
     """The file is changed meanwhile, which has no effect."""
     before = {instance["id"]: instance["pid"] for instance in _instances(graph)}
     victim = next(name for name in before if name.startswith("decode-0"))
@@ -381,7 +379,7 @@ def test_ctrl_c_ends_a_starting_graph_at_once(serve: Serve) -> None:
     assert serve.processes() == []
 
 
-def test_a_configuration_that_a_role_finds_wrong_ends_the_graph_at_once(serve: Serve) -> None:
+def test_a_configuration_that_a_role_refuses_ends_the_graph(serve: Serve) -> None:
     _simulate(serve, "no-such-key: 1")
     assert serve.start().wait(240) == 2
     assert "not restarting it, because its configuration is wrong" in serve.text

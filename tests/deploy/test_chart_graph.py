@@ -89,7 +89,7 @@ def pods(request: pytest.FixtureRequest, tmp_path: Path, credentials: Credential
     return Pods(request.param, tmp_path, credentials)
 
 
-def test_each_role_of_the_file_is_a_deployment_with_the_gpus_of_its_plan(pods: Pods) -> None:
+def test_each_role_is_a_deployment_with_its_planned_gpus(pods: Pods) -> None:
     """Complaint (kserve#5987, modelplane#175, llm-d#1189): no disaggregation, and no error."""
     config = pods.config(next(iter(pods.rendering.roles())))
     sections = [config.decode and config.decode.role, config.prefill and "prefill"]
@@ -106,7 +106,7 @@ def test_each_role_of_the_file_is_a_deployment_with_the_gpus_of_its_plan(pods: P
         assert [each.spec["resources"].get("limits", {}).get("nvidia.com/gpu", 0)] == planned
 
 
-def test_addresses_are_the_pods_own_and_all_roles_are_in_one_graph(pods: Pods) -> None:
+def test_roles_of_a_graph_listen_on_the_addresses_of_their_pods(pods: Pods) -> None:
     """Complaint (kthena#1781, llm-d#650): a side channel at 0.0.0.0, or none."""
     roles, services = pods.rendering.roles(), pods.rendering.of("Service")
     configs = {role: pods.config(role) for role in roles}
@@ -126,7 +126,7 @@ def test_addresses_are_the_pods_own_and_all_roles_are_in_one_graph(pods: Pods) -
         assert [str(port["port"]) for port in services[server]["spec"]["ports"]] == [ports]
 
 
-def test_the_grace_period_of_a_pod_is_as_long_as_its_process_needs(pods: Pods) -> None:
+def test_grace_periods_of_pods_cover_drain_and_kv_lease(pods: Pods) -> None:
     for role, each in pods.rendering.roles().items():
         slept = each.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
         needs = pods.config(role).drain_timeout + LEASE + LAST_RESORT + int(slept[1])
@@ -333,7 +333,7 @@ def test_a_revision_keeps_its_own_yaml() -> None:
     assert names[0] != names[1]
 
 
-def test_members_of_etcd_find_each_other_by_the_names_of_their_pods() -> None:
+def test_members_of_etcd_are_named_by_their_pods() -> None:
     rendering = render({"fullnameOverride": "llm", "etcd": {"replicas": 3}})
     (name,) = (name for name in rendering.of("StatefulSet") if name.endswith("-etcd"))
     script = rendering.of("ConfigMap")[name]["data"]["member.sh"]

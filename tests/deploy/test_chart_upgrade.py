@@ -59,9 +59,7 @@ def _make_version(version: str, folder: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_no_request_fails_while_the_release_is_upgraded_and_rolled_back(
-    tmp_path: Path, credentials: Credentials
-) -> None:
+def test_no_request_fails_during_an_upgrade_and_a_rollback(tmp_path: Path, credentials: Credentials) -> None:
     """First, all of pdserve is upgraded, with another number of prefill workers and other KV blocks, and then NATS and
     etcd. Finally, everything is rolled back at once."""
     tmp_path.chmod(0o755)  # pods read the builds there

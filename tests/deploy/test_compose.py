@@ -94,7 +94,7 @@ def test_the_files_that_docker_may_read_exist() -> None:
     assert arguments == {"BASE", "PLATFORM"}
 
 
-def test_the_image_has_a_base_by_digest_and_packages_by_the_lock() -> None:
+def test_the_image_pins_its_base_and_packages() -> None:
     text = (FOLDER / "Dockerfile").read_text().replace("\\\n", "")
     assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
     (base,) = re.findall(r"^ARG BASE=(.*)$", text, re.MULTILINE)
@@ -133,9 +133,7 @@ def test_pdserve_runs_from_a_published_image() -> None:
         assert ours <= {*VARIABLES, "PDSERVE_API_KEYS"}
 
 
-async def test_the_health_check_of_pdserve_asks_its_port_without_a_proxy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_health_check_of_pdserve_uses_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     check = load(BASE, PDSERVE_PORT="0")["services"]["pdserve"]["healthcheck"]["test"]
     asked: list[bytes] = []
@@ -311,7 +309,7 @@ async def test_three_etcds_are_a_cluster(tmp_path: Path, host_credentials: Crede
             assert (await registry.read(""))["b"] == b"1"
 
 
-def test_the_head_of_the_cluster_file_makes_the_credentials_that_it_needs() -> None:
+def test_commands_in_the_cluster_file_name_the_same_hosts() -> None:
     head = (FOLDER / CLUSTER).read_text().partition("name:")[0]
     hosts = re.findall(r"--host (\S+)", head)
     assert re.findall(r"NODE_\d=(\S+)", head) == hosts

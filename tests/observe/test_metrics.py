@@ -37,7 +37,7 @@ def merge(pages: dict[str, str]) -> bytes:
     return page.text()
 
 
-def test_families_of_several_pages_are_merged_with_a_label_for_each_page() -> None:
+def test_families_of_metrics_of_several_pages_are_merged() -> None:
     page = merge({"f-0": ONE, "f-1": OTHER})
     assert page.count(b"# TYPE pdserve_requests_total counter") == 1
     assert samples(page) == {

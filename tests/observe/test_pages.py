@@ -76,9 +76,7 @@ async def test_probes_are_answered_at_an_address_that_other_machines_reach(
             assert (await http.get("/live")).status_code == 503
 
 
-async def test_other_host_names_are_refused_and_limits_are_bounded(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+async def test_other_host_names_are_refused_and_limits_are_bounded(capfd: pytest.CaptureFixture[str]) -> None:
     with serve_pages("127.0.0.1") as page:
         asked: list[int] = []
         page.receipts = lambda limit, key, request_id: asked.append(limit) or []  # type: ignore[func-returns-value]

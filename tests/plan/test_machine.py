@@ -58,7 +58,7 @@ def test_cuda_visible_devices_selects_gpus(chosen: str | None, expected: list[in
 
 
 @pytest.mark.parametrize(("driver_tells", "expected"), [(True, 22_516), (False, 23_028)])
-def test_memory_reserved_by_the_driver_is_not_counted_if_the_driver_tells_it(
+def test_memory_that_the_driver_reserves_is_not_counted(
     monkeypatch: pytest.MonkeyPatch, driver_tells: bool, expected: int
 ) -> None:
     """An A10: NVML's total is 22.49 GiB, CUDA's 21.99."""

@@ -234,7 +234,7 @@ def test_workers_listen_only_on_the_device_of_a_known_host(
         assert slot.env.get("NCCL_SOCKET_IFNAME") == (gloo and f"={gloo}")
 
 
-def test_a_role_that_runs_alone_counts_fixed_ports_by_its_index(tmp_path: Path) -> None:
+def test_a_role_that_runs_alone_has_ports_by_its_index(tmp_path: Path) -> None:
     """A host's probes and firewall therefore do not depend on the graph's other roles."""
     ports = "Graph: {pages-port: 9100, stream-port: 9200}\n" + LOCAL
     together = plan(tmp_path, ports, machine())
@@ -266,7 +266,7 @@ def test_file_and_environment_override_defaults_on_the_cpu(tmp_path: Path) -> No
     assert "VLLM_CPU_KVCACHE_SPACE" not in found.slots[0].env
 
 
-def test_gpus_are_used_by_default_unless_vllm_is_built_for_the_cpu(tmp_path: Path) -> None:
+def test_gpus_are_used_unless_vllm_is_built_for_the_cpu(tmp_path: Path) -> None:
     cards = [("A10", 24)] * 3
     found, on_cpu = (plan(tmp_path, LOCAL, machine(*cards, build=build)) for build in ("cuda", "cpu"))
     assert [slot.gpus for slot in found.slots[:3]] == [(0,), (1,), (2,)]
@@ -392,7 +392,7 @@ def test_problems_are_reported(tmp_path: Path, text: str, on: Machine, problem: 
     assert all(each.endswith(".") for each in found)
 
 
-def test_dev_shm_is_checked_only_for_gpu_workers_of_this_machine(tmp_path: Path) -> None:
+def test_dev_shm_is_checked_only_for_gpu_workers_here(tmp_path: Path) -> None:
     for on in (dataclasses.replace(SHM_4G, imagined=True), dataclasses.replace(SHM_4G, gpus=(), build="cpu")):
         assert plan(tmp_path, offload("12GiB"), on).problems == ()
     assert plan(tmp_path, offload("3GiB"), SHM_4G).problems == ()
@@ -413,7 +413,7 @@ def test_no_smaller_model_is_advised_where_none_would_fit(tmp_path: Path) -> Non
     assert problem.endswith("; lower kv-cache-memory-bytes or ServiceArgs.workers.")
 
 
-def test_a_kv_space_variable_that_is_no_whole_number_is_refused(tmp_path: Path) -> None:
+def test_a_fractional_kv_space_variable_is_refused(tmp_path: Path) -> None:
     (problem,) = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "1.5"}).problems
     assert problem.startswith(
         "Environment variable VLLM_CPU_KVCACHE_SPACE is '1.5', but must be a whole number"
@@ -482,7 +482,7 @@ def test_a_folder_without_weights_can_be_planned_but_not_served(tmp_path: Path) 
     assert plan(tmp_path, text, here, {Role.FRONTEND}).problems == ()
 
 
-def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: Path) -> None:
+def test_advice_for_too_large_weights_helps(tmp_path: Path) -> None:
     found = plan(tmp_path, big(tmp_path, MIXTRAL), what_if("2xH100", machine()))
     problem, _, advice = found.problems[0].partition("; ")
     assert problem.startswith("decode does not fit: 87.")
@@ -500,7 +500,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path, tensor: 
     assert any("does not divide" in problem for problem in problems) is not fits
 
 
-def test_steps_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: Path) -> None:
+def test_advice_for_too_large_steps_helps(tmp_path: Path) -> None:
     small = MIXTRAL | {"num_hidden_layers": 6}
     steps = ", max-num-batched-tokens: 120000"
     (decode, _) = plan(tmp_path, big(tmp_path, small, 1, steps), what_if("2xA10", machine())).problems

@@ -50,9 +50,7 @@ async def stays_alive(engine: SimEngine, seconds: float) -> bool:
     return alive
 
 
-async def test_a_hung_engine_is_dead_and_a_short_pause_is_not(
-    engine: SimEngine,
-) -> None:
+async def test_a_hung_engine_is_dead_and_a_short_pause_is_not(engine: SimEngine) -> None:
     """The engine has no requests."""
     engine.faults.going.clear()
     asyncio.get_running_loop().call_later(0.1, engine.faults.going.set)

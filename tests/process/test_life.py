@@ -141,9 +141,7 @@ async def test_the_phases_of_a_service_run_in_order() -> None:
     assert service.left_behind.cancelled(), "no task outlives the service"
 
 
-async def test_a_dead_engine_is_reported_while_connections_are_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_dead_engine_is_reported_while_connections_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the report is done, probes show the fault, a standalone role sends no heartbeats to its parent process, and
     no task starts."""
     monkeypatch.setattr(life, "BEAT", 0.001)

@@ -145,7 +145,7 @@ def test_defaults_of_a_host_are_not_compared() -> None:
     assert record.engine_args == {"nnodes": 2, "dtype": "float32"}
 
 
-async def test_a_lost_leader_ends_its_followers_also_while_their_engine_starts(server: MemoryServer) -> None:
+async def test_a_lost_leader_ends_its_followers(server: MemoryServer) -> None:
     """tests/e2e/test_spans_hosts.py tests that a lost follower ends its leader."""
     leader, follower = leading(server), following(server)
     async with living(leader, follower):

@@ -56,7 +56,7 @@ async def test_a_frontend_announces_itself_during_an_outage_of_the_registry() ->
 OLD = Instance("decode-0-old", Role.DECODE, version="0.0.7", wire=WIRE - 2)
 
 
-async def test_a_process_with_an_incompatible_wire_waits_for_the_others_to_end() -> None:
+async def test_a_process_with_an_incompatible_wire_waits() -> None:
     server = MemoryServer()
     async with (
         MemoryRegistry(server, "t") as old,

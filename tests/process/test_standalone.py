@@ -108,9 +108,8 @@ async def test_a_role_waits_for_etcd(tmp_path: Path, nats_url: str, namespace: s
             assert "Traceback" not in terminal.text
 
 
-async def test_ctrl_c_lets_requests_finish_and_a_second_worker_of_an_index_is_refused(
-    alone: Alone,
-) -> None:
+async def test_ctrl_c_lets_the_requests_of_a_worker_finish(alone: Alone) -> None:
+    """Before, a second worker of the same model and index is refused."""
     role = Role.DECODE
     command = [*alone.command(role), "--index", "0"]
     async with alone.view() as view:
@@ -134,7 +133,7 @@ async def test_ctrl_c_lets_requests_finish_and_a_second_worker_of_an_index_is_re
             assert "draining: 1 requests to finish" in first.text
 
 
-async def test_a_signal_during_the_start_ends_a_role_with_exit_code_0(alone: Alone) -> None:
+async def test_a_signal_ends_a_starting_role_with_exit_code_0(alone: Alone) -> None:
     process = await asyncio.create_subprocess_exec(
         *alone.command(Role.FRONTEND), env=alone.env, stderr=asyncio.subprocess.PIPE
     )

@@ -35,7 +35,7 @@ async def test_leased_keys_vanish_with_their_process(stage: Stage) -> None:
         await other.delete("b")
 
 
-async def test_a_leased_key_that_another_process_takes_away_is_written_again(stage: Stage) -> None:
+async def test_a_leased_key_that_was_taken_away_is_written_again(stage: Stage) -> None:
     async with stage.registry() as other:
 
         async def until_there_is(state: dict[str, bytes]) -> None:
@@ -73,7 +73,7 @@ async def test_only_one_creator_of_a_key_succeeds(stage: Stage) -> None:
         await seen.until({"a": b"5"})
 
 
-async def test_an_unleased_key_is_written_only_while_its_writer_holds_another_key(stage: Stage) -> None:
+async def test_a_write_may_need_another_key_of_its_writer(stage: Stage) -> None:
     async with stage.registry() as first, stage.registry() as other:
         await first.create("held", b"1")
         await first.put("a", b"1", leased=False, holding="held")

@@ -80,7 +80,7 @@ async def test_a_refused_value_affects_no_other_key(shared: SharedEtcd, size: in
         await seen.until({"a": b"1", "b": b"1", "large": b"no more"})
 
 
-async def test_a_value_that_etcd_refuses_for_a_while_is_written_later(
+async def test_a_value_that_etcd_refused_is_written_later(
     shared: SharedEtcd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put, why, refused = EtcdSession.put, ["", "too many requests"], 0
@@ -128,7 +128,7 @@ async def test_a_revoked_lease_is_replaced(shared: SharedEtcd) -> None:
         await other.delete("b")
 
 
-async def test_a_key_that_another_client_writes_without_its_lease_is_leased_again(shared: SharedEtcd) -> None:
+async def test_a_key_that_loses_its_lease_is_leased_again(shared: SharedEtcd) -> None:
     async with shared.registry() as first, shared.registry() as other, following(other) as seen:
         await first.put("a", b"1")
         await seen.until({"a": b"1"})
@@ -138,7 +138,7 @@ async def test_a_key_that_another_client_writes_without_its_lease_is_leased_agai
         await seen.until({})
 
 
-async def test_two_processes_that_claim_one_key_do_not_write_without_end(
+async def test_two_processes_that_claim_a_key_pause_between_writes(
     shared: SharedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd, "RESTORE_INTERVAL", 0.1)
@@ -152,9 +152,7 @@ async def test_two_processes_that_claim_one_key_do_not_write_without_end(
         await seen.until({"a": b"2"})
 
 
-async def test_a_killed_process_vanishes_when_its_lease_ends(
-    shared: SharedEtcd,
-) -> None:
+async def test_a_killed_process_vanishes_when_its_lease_ends(shared: SharedEtcd) -> None:
     script = (
         "import asyncio, sys\n"
         "from pdserve.registry.etcd import EtcdRegistry\n"

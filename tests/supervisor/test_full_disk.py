@@ -21,7 +21,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         yield disk
 
 
-def test_a_terminal_that_is_a_file_gets_lines_again_after_a_full_disk(disk: Disk) -> None:
+def test_redirected_output_continues_after_a_full_disk(disk: Disk) -> None:
     """The output of `serve` is redirected to a file on the full disk."""
     with (disk.path / "stderr").open("w", buffering=1) as file:
         output = ProcessOutput(disk.path / "logs", stream=file)

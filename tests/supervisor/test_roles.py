@@ -27,7 +27,7 @@ IGNORES_SIGTERM = f"""
 """
 
 
-async def test_the_supervisor_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> None:
+async def test_the_supervisor_gives_up_with_the_cause(tmp_path: Path) -> None:
     specs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
     async with Graph(tmp_path, *specs, registered=False) as graph:
         with pytest.raises(CannotStart, match="failed to start 3 times in a row") as raised:
@@ -48,7 +48,7 @@ STARTS_ONCE = f"""
 """
 
 
-async def test_a_role_that_fails_after_a_good_start_is_restarted_for_ever(tmp_path: Path) -> None:
+async def test_a_role_that_was_ready_once_is_restarted_for_ever(tmp_path: Path) -> None:
     """Other roles continue meanwhile."""
     once = STARTS_ONCE % (tmp_path / "first", tmp_path / "first")
     async with Graph(tmp_path, fake(SERVE), fake(once, Role.PREFILL)) as graph:
@@ -89,7 +89,7 @@ async def test_sockets_of_a_killed_engine_are_removed_before_its_restart(tmp_pat
         assert os.listdir(short) == []
 
 
-async def test_a_graph_gets_ready_without_a_role_that_does_not_start(
+async def test_a_graph_gets_ready_without_a_failing_role(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A ready process of the same role shows that the configuration is right."""
@@ -100,7 +100,7 @@ async def test_a_graph_gets_ready_without_a_role_that_does_not_start(
 
 
 @pytest.mark.parametrize("part", ["start", "end", "removal"])
-async def test_an_error_while_handling_a_role_does_not_end_the_graph(
+async def test_an_error_about_a_role_does_not_end_the_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     async with Graph(tmp_path, fake(SERVE), fake(SERVE, Role.PREFILL)) as graph:
@@ -184,7 +184,7 @@ async def test_ready_roles_drain_before_the_graph_is_ready(
     assert graph.text.count(": ended") == 2
 
 
-async def test_a_role_that_is_stopped_is_draining_until_it_has_ended(tmp_path: Path) -> None:
+async def test_a_stopped_role_is_draining_until_it_has_ended(tmp_path: Path) -> None:
     async with Graph(tmp_path, fake(DRAINS % 0.2, Role.FRONTEND)) as graph:
         await graph.up()
     assert "draining" in {said.state for said in graph.reported}

@@ -107,7 +107,7 @@ async def test_a_failing_restore_is_logged_once_and_tried_again(
     assert caplog.text.count("cannot restore") == 1
 
 
-def test_another_graph_in_a_new_folder_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
+def test_another_graph_in_a_folder_of_the_same_name_is_spared(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     with state.locked(state_dir) as first:
         first.record(GRAPH)

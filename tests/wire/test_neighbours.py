@@ -136,7 +136,7 @@ def test_the_wire_generation_rises_when_something_is_dropped() -> None:
     )
 
 
-async def test_a_frontend_of_the_last_release_connects_and_its_messages_are_read() -> None:
+async def test_messages_of_a_frontend_of_the_last_release_are_read() -> None:
     async with TcpStreamServer("127.0.0.1") as server:
         host, _, port = server.address.removeprefix("tcp://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))

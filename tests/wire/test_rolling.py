@@ -11,7 +11,7 @@ from tests.wire.rolling import ROOT, build_of, upgrade
 from tools import wire
 
 
-async def test_no_request_is_lost_when_processes_are_replaced_one_by_one(tmp_path: Path) -> None:
+async def test_replacing_processes_one_by_one_loses_no_request(tmp_path: Path) -> None:
     try:
         released = build_of((wire.released() / wire.COMMIT).read_text().strip(), tmp_path / "released")
     except Unavailable as lacking:

@@ -110,7 +110,7 @@ async def test_the_group_and_shared_memory_of_a_child_end_with_it(noted: bool) -
     assert not any(map(alive, group))
 
 
-async def test_wait_returns_though_a_grandchild_in_another_group_holds_the_pipe() -> None:
+async def test_wait_returns_though_a_grandchild_holds_the_pipe() -> None:
     """A daemon that left the child's group may keep our pipe as its stdout."""
     lines: list[str] = []
     child = start(

@@ -52,7 +52,7 @@ async def test_the_successor_of_a_killed_guardian_knows_the_graph() -> None:
     assert process.wait(30) == -signal.SIGTERM, "stopped by the successor"
 
 
-def test_leftovers_of_a_killed_guardian_are_stopped_by_the_next_graph(tmp_path: Path) -> None:
+def test_the_next_graph_stops_leftovers_of_a_killed_guardian(tmp_path: Path) -> None:
     """The next graph spares processes of other graphs, even if its state directory is a copy of theirs. It first waits
     for a live guardian, which holds the lock while it stops the leftovers itself."""
     with state.locked(tmp_path) as folder:

@@ -52,9 +52,7 @@ async def test_remove_deletes_only_the_instance_and_its_card(registry: Registry)
     assert set(await registry.read("")) == {keys.instance(other), keys.card("demo", other.id)}
 
 
-async def test_an_instance_counts_as_missing_only_after_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_instance_counts_as_missing_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draining process may run for `leaving` seconds after it has removed its record."""
     monkeypatch.setattr(readiness, "CHECK_INTERVAL", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.05)

@@ -48,7 +48,7 @@ def test_a_process_that_was_ready_is_always_started_again(history: list[PastRun]
         pytest.param([*KILLED, *runs(FAILED, FAILED)], Restart(2), id="kills are no failed starts"),
     ],
 )
-def test_a_process_of_a_role_that_was_never_ready_may_be_given_up(
+def test_a_role_that_was_never_ready_may_be_given_up(
     history: list[PastRun], decision: Restart | NoRestart
 ) -> None:
     assert decide(history, POLICY) == decision

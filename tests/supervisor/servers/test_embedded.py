@@ -45,7 +45,7 @@ async def test_a_server_that_cannot_start_says_why(kind: type[EmbeddedServer], t
     assert server.child is None
 
 
-async def test_the_error_of_an_etcd_without_disk_space_has_no_stack(tmp_path: Path) -> None:
+async def test_the_error_of_a_full_disk_has_no_stack(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk, pytest.raises(ConfigError) as caught:
         await EmbeddedEtcd(disk.path).start()
     assert "failed to create WAL: no space left on device (more in " in str(caught.value)
@@ -98,7 +98,7 @@ def _process(url: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize("name", ["nats", "etcd"])
-async def test_a_server_that_ends_or_hangs_is_restarted_at_its_address(
+async def test_a_dead_or_hung_server_is_restarted_at_its_address(
     name: str,
     tmp_path: Path,
     credentials: Credentials,
@@ -125,7 +125,7 @@ async def test_a_server_that_ends_or_hangs_is_restarted_at_its_address(
         assert not alive(third)
 
 
-async def test_an_etcd_that_was_over_its_quota_is_restarted_without_the_alarm(
+async def test_a_full_etcd_is_restarted_without_the_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     etcd = SmallEtcd(tmp_path)
