@@ -42,8 +42,8 @@ ARGUMENTS = (
 """Arguments of vLLM's server: as in `GRAPH`. Its steps are so large that no prompt is computed in chunks: on a CPU,
 vLLM 0.32 crashes at a chunk of a request with a seed (engine/vllm/worker.py prevents this in pdserve)."""
 IN_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Makes vLLM keep the executor `uni` on a CPU. Otherwise the model has its own process. Both processes then spin for a
-second after each message, on all CPU cores of a small machine."""
+"""Makes vLLM keep the executor `uni` on a CPU. Otherwise the model gets its own process, and after each message, both
+processes spin for a second."""
 KEY = "the-key-of-the-reference"
 """API key of vLLM's server, for tests of requests without a key. The graph has no keys."""
 

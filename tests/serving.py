@@ -43,7 +43,6 @@ class Serve(ServeRun):
         self.env = {k: v for k, v in self.env.items() if not k.startswith("PDSERVE_") or k in kept}
 
     def pdserve(self, *args: str, **env: str) -> "subprocess.CompletedProcess[str]":
-        """Run another command for this graph."""
         return subprocess.run(
             [*PDSERVE, *args],
             env={**self.env, **env},

@@ -12,9 +12,8 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def tcp_server(serve: Serve, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Yield a port of 127.0.0.1 on which `serve` gets each connection. Leaving the block ends all connections. (If
-    handlers are cancelled with their loop, the server of Python 3.11's asyncio leaves connections open, and the garbage
-    collector finds them in a test of another file.)"""
+    """Yield a port of 127.0.0.1 on which `serve` gets each connection. Leaving the block ends all connections. (In
+    Python 3.11, a connection of a cancelled handler stays open, and a later test gets the warning.)"""
     serving: dict[asyncio.Future[None], asyncio.StreamWriter] = {}
 
     def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 class Terminal:
     """A pseudo terminal in which bash runs a command and then prints `the exit code is N`. A thread always reads it,
-    because a terminal buffers 8 KB, and a command that writes more waits."""
+    because a command waits while 8 KB are unread."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._script = f"{shlex.join(command)}; echo the exit code is $?"

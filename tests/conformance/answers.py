@@ -30,8 +30,6 @@ _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
 @dataclass(frozen=True)
 class Request:
-    """A request to both servers."""
-
     name: str
     path: str
     json: Any = None
@@ -159,7 +157,6 @@ def _collect(key: str, part: Any, where: str, said: dict[str, Any], partial: boo
 
 
 def _add_call(call: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add a delta to its tool call."""
     for key, value in part.items():
         if isinstance(value, dict):
             _add_call(call.setdefault(key, {}), value)

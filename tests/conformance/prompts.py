@@ -19,7 +19,6 @@ def long(seed: str) -> str:
 
 
 def ids(seed: str, count: int = LONG_TOKENS) -> list[int]:
-    """Return a prompt as token ids."""
     found: list[int] = []
     while len(found) < count:
         digest = hashlib.sha256(f"{seed} {len(found)}".encode()).digest()

@@ -21,7 +21,6 @@ class Case:
     max_tokens: int = 24
 
     def body(self, **more: object) -> dict[str, object]:
-        """The body of a completion."""
         return {
             "model": "demo",
             "prompt": self.prompt,
@@ -34,7 +33,6 @@ class Case:
 
 
 async def tokens_of(client: httpx.AsyncClient, case: Case, **more: object) -> list[int]:
-    """Return the server's output tokens."""
     answer = await client.post("/v1/completions", json=case.body(**more))
     found: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
     return found

@@ -30,7 +30,7 @@ BLOCKS = "num-gpu-blocks-override: 140"
 FRONTEND = "Frontend:\n  max-wait: 600\n"
 """600 s, because a busy machine must not refuse requests that wait."""
 DECODE = f"VllmWorker:\n  {BLOCKS}\n  kv-offload: 20MiB\n  kv-offload-disk: 32MiB\n"
-"""Host memory holds 5,120 tokens (a request may have 4,096). The disk holds 8,192: the last five users' openings."""
+"""Host memory holds 5,120 tokens. The disk holds 8,192: the last five users' openings."""
 PREFILL = f"PrefillWorker:\n  {BLOCKS}\n  kv-offload: 256MiB\n"
 
 

@@ -12,7 +12,6 @@ FOLDERS = Path(__file__).parent / "families"
 
 
 def published(name: str) -> dict[str, Any]:
-    """Return the config.json of a family."""
     return dict(json.loads((FOLDERS / name / "config.json").read_text()))
 
 

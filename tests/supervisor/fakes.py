@@ -23,7 +23,6 @@ from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
 QUICK = RestartPolicy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, kills=5)
-"""Restarts almost without delay."""
 
 UP = 'print("up", os.getpid(), os.environ["PDSERVE_BOOT"], flush=True); time.sleep(600)'
 SERVE = f"""

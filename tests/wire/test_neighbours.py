@@ -48,7 +48,7 @@ docs/decisions/0072-neighbours.md has the reasons. Never edit what is kept: `mak
 
 
 def differences(sent: Any, read: Any, at: str) -> Iterator[str]:
-    """Yield what was read otherwise than it was sent. A field that is read but not sent is a difference;
+    """Yield each part that was not read as it was sent. A field that is read but not sent is a difference;
     a field that is sent but not read is none."""
     if isinstance(sent, dict) and isinstance(read, dict):
         for name in read:
