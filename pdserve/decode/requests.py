@@ -72,7 +72,8 @@ class DecodeRequest:
     begun: asyncio.Future[bool] | None = None
     """With `prefix`: whether that worker has begun the prompt. False: it will not."""
     names: PromptNames | None = None
-    """Names of the prompt's blocks. None before the decision, or if no other engine may prefill the prompt."""
+    """Names of the prompt's blocks. None before the decision, without remote prefill, or if no other engine may
+    prefill the prompt."""
     prefix_hit: int = 0
     """Prompt tokens in this engine's prefix cache at the decision."""
     read_ahead: KvHandle | None = None

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RequestRunner:
-    """After its last output, a `Failed` or a cancellation, nothing of a request is left in the queue or an engine."""
+    """After a request's last output, `Failed` or cancellation, nothing of it is left in the queue or an engine."""
 
     engine: Engine
     frontends: Frontends

@@ -80,7 +80,7 @@ class Output:
 
     request_id: str
     tokens: list[int]
-    """New tokens. Of a `prefill`: the request's first token if another engine may sample the next ones; else none."""
+    """New tokens. Of a `prefill`: the first token if another engine can continue after it; else none."""
     finished: bool
     handle: KvHandle | None = None
     """Where the KV lies; on the finishing output of a `prefill`."""
@@ -155,9 +155,9 @@ class Engine(Lifetime, AdapterEngine):
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
     ) -> Output | None:
-        """Turn the prefill engine's packed output into one of this engine. Pack it at once, because its times are
-        relative to this engine's last step. None if this engine might have sampled another token, or if `packed` cannot
-        be read."""
+        """Turn the prefill engine's packed output into one of this engine. Pack the result at once, because its times
+        are relative to this engine's last step. None if this engine might have sampled another token, or if `packed`
+        cannot be read."""
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
@@ -170,12 +170,12 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def drop_ahead(self, kv: KvHandle) -> None:
-        """Free what was read ahead of this prefill: no `generate` will come for it."""
+        """Free this prefill's KV that was read ahead: no `generate` will come for it."""
 
     @abstractmethod
     async def limit_chunk(self, tokens: int) -> None:
-        """From the next step on, compute at most `tokens` prompt tokens in a step with other requests: of all prompts
-        together, but at least a KV block of each. If it is the configured limit, it applies to each prompt."""
+        """From the next step on, each step computes at most `tokens` tokens of all prompts together, but at least a KV
+        block of each. The configured limit applies to each prompt separately. An engine's only request has no limit."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:

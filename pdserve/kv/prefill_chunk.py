@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_SHORT_STEPS = 2
-"""Maximum of short steps in a row: one that begins a KV read, and one that first runs a request whose KV was read."""
+"""Maximum of short steps in a row. A short step computes the fewest tokens of each prompt, because a KV read begins or
+has ended."""
 
 
 class PrefillChunk:

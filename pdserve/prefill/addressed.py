@@ -44,7 +44,7 @@ class AddressedPrompts:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the waiting prompts to compute."""
+        """Tokens that the waiting prompts need computed."""
         return sum(prompt.tokens for prompt in self._waiting)
 
     def add(self, prompt: AddressedPrompt, token_seconds: float) -> None:

@@ -2,8 +2,8 @@
 
 A prefill worker pulls whenever its engine has capacity. On a worker of role `both`, a prompt delays every sequence that
 is decoded, so it should go to the worker that decodes the fewest. A worker that decodes none waits at the queue and
-gets a prompt at once. Any other worker polls the queue, and leaves a waiting prompt to the rest for a moment (`pause`):
-the longer, the more of its slots are taken (docs/decisions/0026-any-worker-can-do-either.md)."""
+gets a prompt at once. Any other worker polls the queue, and leaves a waiting prompt to the rest for a moment. The more
+of its slots are taken, the longer it does so (`pause`; docs/decisions/0026-any-worker-can-do-either.md)."""
 
 import asyncio
 import time
@@ -70,7 +70,7 @@ class Pulling:
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     addressed: AddressedPrompts = field(default_factory=AddressedPrompts)
     _addressed_turn: int = 1
-    """Tokens of addressed prompts to begin before the next pull: as many as the last pulled prompts had."""
+    """Tokens of addressed prompts to begin before the next pull: as many as the last pulled prompts had, or 1."""
     _seen_since: float = 0.0
     """Monotonic time since which the queue has prompts; 0: it has none."""
     _waiting: asyncio.Timeout | None = field(default=None)
@@ -123,7 +123,7 @@ class Pulling:
         return self.decode_load().streams > 0 and self.engine.usage.kv_usage > 1.0 - DECODE_SHARE
 
     def stop_waiting(self) -> None:
-        """End a wait for a prompt: the engine has other work now, so another worker should pull the next prompt."""
+        """End a wait for a prompt, so that another worker gets it: the engine has other work now, or is stalled."""
         waiting, self._waiting = self._waiting, None  # reschedule it only once: it may take a while to end
         if waiting is not None:
             waiting.reschedule(0.0)

@@ -22,8 +22,8 @@ _REMEMBERED = 1000
 @dataclass(eq=False)
 class RunningPrefill:
     engine_id: str
-    """New for each delivery, because an engine must never see an id twice. The request's own id may contain the commas
-    and colons that separate ids in NIXL's notifications."""
+    """New each time the engine gets the prompt, because it must never see an id twice. The request's own id may contain
+    the commas and colons that separate ids in NIXL's notifications."""
     delivery: Delivery
     """The last delivery: a request may be delivered again while it runs."""
     queued: float

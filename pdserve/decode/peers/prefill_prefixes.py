@@ -36,7 +36,7 @@ class PrefillPrefixIndex:
         return {worker.id: found[worker.id] for worker in workers if worker.id in found}
 
     def computes(self, request: DecodeRequest, worker: str) -> None:
-        """Expect this prompt's prefix in the worker's cache, which is not always reported
+        """Expect this prompt's prefix in the worker's cache. Workers report only while prompts find prefixes there
         (`prefill/prefix_reports.py`)."""
         found = next((each for each in self.workers.registered() if each.id == worker), None)
         if self.enabled and request.names and found is not None and found.role is Role.PREFILL:

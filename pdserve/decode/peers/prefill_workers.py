@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LAST_ANSWERS = 0.2
 """Seconds to wait for the last answers of a lost prefill worker: they may be under way."""
 AVOID_FOR = 30.0
-"""Seconds for which a prefill worker is avoided after a read of its KV failed."""
+"""Seconds for which a prefill worker is avoided after its side channel did not answer."""
 POLL_INTERVAL = 0.5
 """Seconds between two checks with NATS whether a prefill worker is still subscribed."""
 MAX_UNHEARD = 2

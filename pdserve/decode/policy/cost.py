@@ -14,7 +14,7 @@ MIN_SHARE = 0.1
 MIN_BEGIN = 1.0
 """Seconds that an idle worker with the prefix gets to begin a prompt."""
 WAIT_FACTOR = 3.0
-"""Multiple of the expected wait that a busy worker gets in addition: other decode workers send it prompts, too."""
+"""A busy worker gets `MIN_BEGIN` and this many times its expected wait: other decode workers send it prompts, too."""
 LATER_PROMPTS = 2.0
 """Each prompt that arrives while another is computed counts as this many delayed prompts: it delays others in turn."""
 
@@ -33,16 +33,16 @@ class Estimates:
     handover: float
     """From the prefill worker's answer to the next token: KV transfer and a step of this engine."""
     local_stall: float
-    """Seconds that each of these sequences loses by a local prefill."""
+    """Seconds that each decoding sequence loses by a local prefill."""
     rate: float = 0.0
     """Prompts that arrive per second."""
     remote_stall: float = 0.0
-    """Seconds that each of these sequences loses by a remote prefill. Above 0 if both engines share cores."""
+    """Seconds that each decoding sequence loses by a remote prefill. Above 0 if both engines share cores."""
     slo_misses: tuple[float, float] | None = None
     """Expected SLO misses of a local and of a remote prefill; None without an SLO."""
     prefix: "PrefixChoice | None" = None
     """Set if a prefill worker is cheaper than the queue because of its prefix cache. Then `remote_wait` and
-    `remote_compute` are this worker's."""
+    `remote_compute` are that worker's."""
 
     @property
     def local_cost(self) -> float:
@@ -56,7 +56,7 @@ class Estimates:
         return wait + self.remote_compute + self.handover + self.streams * self.remote_stall
 
     def _weight(self, compute: float) -> float:
-        """Cost of a second that this prompt waits: later prompts wait longer, too."""
+        """Cost of a second of this prompt's wait: prompts that arrive meanwhile wait `compute` longer."""
         return 1 + LATER_PROMPTS * self.rate * compute
 
     @property
@@ -96,9 +96,9 @@ class PrefixChoice:
     cached: int
     """Prompt tokens that it has cached."""
     saves: float
-    """Seconds of delay, summed over this and later prompts, that this worker saves against the queue."""
+    """Seconds of delay, summed over this and later prompts, that it saves against the queue."""
     begin_within: float
-    """Seconds in which this worker must begin the prompt. After them any worker may."""
+    """Seconds in which it must begin the prompt. After them any worker may."""
 
     def __str__(self) -> str:
         return f"{self.worker} has {self.cached} tokens cached and saves {_ms(self.saves)} ms"
@@ -157,8 +157,8 @@ def prefix_choice(
     """Return the worker that should compute the prompt because of its prefix cache; None if any worker may.
 
     A queued prompt goes to the first idle worker and finds the average prefix hit there. So if all workers have the
-    prefix, the queue is best: it needs no guess which worker is idle first. Neither cost includes the wait for queued
-    prompts, because passing them is no reason to choose a worker.
+    prefix, the queue is best: it needs no guess which worker is idle first. The wait for queued prompts is not added to
+    the cost of the queue, because passing them is no reason to choose a worker.
 
     A second of computing costs more than a second of waiting, because it also delays later prompts. A prefix that is a
     small part of the prompt (a system prompt) does not decide: workers without it would get no prompts and never cache

@@ -45,9 +45,9 @@ def decide(
     `max_local_prefill_length`. Policy `adaptive` chooses `estimates.better`. Without `conditional_disagg`, all prompts
     are remote.
 
-    `supported` is false if the request needs more than its prompt's KV (prompt logprobs). `migrated` is true after a
-    loss, because the KV that the lost worker read may have killed it. `fits` is false if the request is too large for
-    the queue, or its prompt for a prefill worker."""
+    `supported` is false if the request needs more than its prompt's KV (prompt logprobs). A `migrated` one is local,
+    because the KV that the lost worker read may have killed it. `fits` is false if the request is too large for the
+    queue, or its prompt for a prefill worker."""
     must_be_local = {
         "disabled": not settings.remote_prefill,
         "unsupported": not supported,

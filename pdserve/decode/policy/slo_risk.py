@@ -1,7 +1,7 @@
 """Expected SLO misses of a prefill, and the chunk size with which decoding sequences keep their gaps. Pure.
 
-The misses are a sum of probabilities: of the prompt's own request, and of each running request that has kept its SLO so
-far."""
+The misses are a sum of probabilities: of the prompt's own request, and of each other request of this engine that has
+kept its SLO so far."""
 
 import math
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class SloRisk:
     step: float
     """Mean of a step with a chunk."""
     gaps: Sequence[float] = ()
-    """SLO gaps of the running requests that have kept their SLO so far."""
+    """SLO gaps of the engine's other requests that have kept their SLO so far."""
 
     def local_misses(self, wait: float, compute: float) -> float:
         return self._own(wait + compute) + sum(gap_miss_probability(self.step, gap) for gap in self.gaps)

@@ -61,7 +61,7 @@ class AnswerReader:
         worker = started.worker
         request.preferred_begun(True)
         self.prefixes.computes(request, worker)
-        if request.awaits_answer:  # else another worker, which had it too, has answered
+        if request.awaits_answer:  # else, for example, another worker has answered
             request.prefiller = worker
             request.hops.pulled(worker, started.queued)
         if not self.workers.is_known(worker):

@@ -26,7 +26,7 @@ POLL_INTERVAL = 0.05
 def are_busy(stored: int, own: Iterable[int], tokens: int, workers: int, token_seconds: float) -> bool:
     """Whether the JetStream queue has a prompt for each prefill worker and, with one more of `tokens` tokens, would
     have more than `BUFFER` seconds of work for each. `stored`: prompts in the queue; `own`: the tokens of each of this
-    decode worker's prompts among them. False if there are none. Pure."""
+    decode worker's prompts among them. False if `own` is empty. Pure."""
     prompts = list(own)
     stored = max(stored, len(prompts))
     if not prompts or stored < workers:

@@ -18,7 +18,7 @@ from pdserve.engine.base import Engine, Step
 from pdserve.queue.prompt_queue import PromptQueue
 
 SHORT = 8
-"""A prompt of at most the usual chunk divided by this is very short."""
+"""A prompt is very short if it has at most the tokens of the usual chunk divided by this."""
 MAX_PASSING = 4
 """Very short prompts that may be in the engine beside a full chunk. Their clients have no other prompt there."""
 MIN_CHANGE = 8

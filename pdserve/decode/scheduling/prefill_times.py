@@ -29,13 +29,14 @@ MIN_SPACING = 0.001
 FIRST_HANDOVER = 0.02
 """Seconds of a handover to assume before one is measured."""
 MIN_SLOWDOWN = 1.5
-"""Remote prefills count as slowing steps down if these take this many times as long meanwhile."""
+"""Steps during remote prefills must take this many times as long to count as slowed down."""
 
 
 def _passed(
     waiting: Iterable[tuple[float, int]], due: float, tokens: int, token_seconds: float, now: float
 ) -> int:
-    """Tokens of the prompts that a new one passes (`prompt_queue.py`). `waiting`: TTFT deadline and tokens of each."""
+    """Tokens of the late prompts that a new prompt passes; 0 if it is late itself (`prompt_queue.py`). `waiting`: TTFT
+    deadline and tokens of each prompt."""
     if is_late(due, tokens * token_seconds, now):
         return 0
     return sum(each for when, each in waiting if is_late(when, each * token_seconds, now))

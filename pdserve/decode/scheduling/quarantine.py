@@ -16,7 +16,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._unproven: set[DecodeRequest] = set()
-        """In the engine, or about to enter, without a token so far."""
+        """In the engine, or about to enter, without a token of this engine."""
         self._queue: deque[tuple[DecodeRequest, asyncio.Future[None]]] = deque()
 
     async def enter(self, request: DecodeRequest) -> None:

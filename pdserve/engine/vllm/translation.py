@@ -165,9 +165,9 @@ def to_prefill(
     return request, samples
 
 
-def first_output(packed: list[bytes], now: float) -> api.EngineCoreOutput | None:
-    """Unpack a prefill engine's single output, of one token; None if it cannot be read. Times of its events move to
-    this host's clock, which is at `now`."""
+def first_output(packed: list[bytes], ended: float) -> api.EngineCoreOutput | None:
+    """Unpack a prefill engine's single output, of one token; None if it cannot be read. Shift its events' times as if
+    the prefill engine's step had ended at `ended` on this host's clock."""
     try:
         step = api.decode_outputs(packed)
         (raw,) = step.outputs
@@ -176,7 +176,7 @@ def first_output(packed: list[bytes], now: float) -> api.EngineCoreOutput | None
         logger.warning("ignored an unreadable first token of a prefill engine", exc_info=True)
         return None
     for event in raw.events or ():
-        event.timestamp += now - step.timestamp
+        event.timestamp += ended - step.timestamp
     return raw
 
 

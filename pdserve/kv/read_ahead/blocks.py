@@ -15,7 +15,7 @@ from typing import Any, Protocol
 Source = tuple[str, str]
 """Ids of the prefill engine and of the prefill in it."""
 MIN_PIECE_BYTES = 8 << 20
-"""Smallest read ahead, because each read costs the decode engine some milliseconds."""
+"""Minimum size of a piece, because each read costs the decode engine some milliseconds."""
 MIN_FREE_SHARE = 0.25
 """Share of the pool that must stay free for requests."""
 KEEP_SECONDS = 30.0

@@ -174,7 +174,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return matched
 
     def has_pending_push_work(self) -> bool:
-        """Whether to go on with steps without requests: only in a step the engine learns that a read has ended."""
+        """Whether the engine must step on even without requests: only in a step does it learn that a read has ended."""
         return self._ahead.has_dropped or bool(super().has_pending_push_work())
 
     def _adopt(self, request: Any, params: dict[str, Any]) -> None:
