@@ -71,8 +71,10 @@ async def test_a_read_counts_for_the_worker_that_has_the_kv(
     assert {name: link.pulls for name, link in links(graph).items()} == {prefill.id: 1, other.name: 0}
 
 
-async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
-    """Two slow transfers are enough, although earlier ones were fast."""
+async def test_two_slow_transfers_make_a_link_slow(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
+    """Earlier ones were fast."""
     for number in range(3):
         await frontend.ask([number, *LONG])
     before = links(graph)["prefill-0"]
