@@ -89,16 +89,35 @@ class PromptNames:
         self._of: dict[int, tuple[list[bytes], Iterator[bytes]]] = {}
         """By block size: the names so far, and an iterator over the others."""
 
-    def of(self, block_size: int) -> Iterator[bytes]:
-        """Yield the names of the prompt's full blocks."""
+    def _names(self, block_size: int) -> tuple[list[bytes], Iterator[bytes]]:
         if block_size not in self._of:
             shown = image_keys(self._images, block_size)
             self._of[block_size] = [], block_names(self._prompt, block_size, self._root, shown=shown)
-        known, others = self._of[block_size]
+        return self._of[block_size]
+
+    def of(self, block_size: int) -> Iterator[bytes]:
+        """Yield the names of the prompt's full blocks."""
+        known, others = self._names(block_size)
         yield from known
         for name in others:
             known.append(name)
             yield name
+
+    def at(self, block_size: int, index: int) -> bytes | None:
+        """Return the name of the full block at this index; None beyond the last one."""
+        known, others = self._names(block_size)
+        known.extend(islice(others, max(0, index + 1 - len(known))))
+        return known[index] if index < len(known) else None
+
+    def shared(self, others: Iterable["PromptNames"], block_size: int) -> int:
+        """Return how many of the `reusable` blocks at least one of `others` has. A name stands for all blocks before
+        it, so each further prompt that shares no more costs one comparison."""
+        own, blocks = self.reusable(block_size), 0
+        name = next(own, None)
+        for other in others:
+            while name is not None and other.at(block_size, blocks) == name:
+                name, blocks = next(own, None), blocks + 1
+        return blocks
 
     def reusable(self, block_size: int) -> Iterator[bytes]:
         """Yield the names of the blocks that may come from a cache. As in vLLM, the prompt's last token never does,

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from pdserve.contract.messages import Failed, KvHandle, PrefillDone, Submit
@@ -189,12 +188,11 @@ class RequestRunner:
 
     def _under_way(self, request: DecodeRequest) -> int:
         """Return how many leading tokens of the prompt this engine computes for earlier requests."""
-        size, most = self.engine.prefixes.block_size, 0
-        for other in self.requests:
-            if request.names and other.names and other.local_tokens and other is not request:
-                pairs = zip(request.names.reusable(size), other.names.of(size), strict=False)
-                most = max(most, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        return most * size
+        if request.names is None:
+            return 0
+        local = (each.names for each in self.requests if each.local_tokens and each is not request)
+        size = self.engine.prefixes.block_size
+        return size * request.names.shared(filter(None, local), size)
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
         """Generate without remote KV, once it is the prompt's turn."""

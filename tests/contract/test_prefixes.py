@@ -97,3 +97,21 @@ def test_only_the_newest_blocks_of_host_memory_are_reported() -> None:
     assert not prefixes.remove(everything[0])
     assert prefixes.remove(everything[9], host=True)
     assert set(prefixes.known()) == {everything[0], *everything[4:]} - {everything[9]}
+
+
+def test_prompts_with_equal_prefixes_are_compared_by_one_block_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 outputs of one long prompt would otherwise block the event loop for half a second."""
+    prompt, compared = list(range(1601)), list[int]()
+    at = PromptNames.at
+
+    def counted(self: PromptNames, block_size: int, index: int) -> bytes | None:
+        compared.append(index)
+        return at(self, block_size, index)
+
+    monkeypatch.setattr(PromptNames, "at", counted)
+    alike = [PromptNames(prompt[:tokens], None) for tokens in (320, 160, 800, *[800] * 60)]
+    others = [PromptNames([9, *prompt[1:]], None), PromptNames(prompt, "salt")]
+    assert PromptNames(prompt, None).shared([*alike, *others], 16) == 50
+    assert len(compared) == 50 + len(alike) + len(others)
+    assert PromptNames(prompt[:800], None).shared([PromptNames(prompt, None)], 16) == 49, "not its last token"
+    assert PromptNames(prompt, None).shared([], 16) == 0
