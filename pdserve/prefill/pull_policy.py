@@ -27,8 +27,8 @@ FEW_PROMPTS = 3
 POLL_INTERVAL = 0.1
 """Seconds between two pulls of a worker that decodes, from a queue that seems empty."""
 DECODE_SHARE = 0.5
-"""Share of the KV cache that prompts leave to decoding. Otherwise two workers full of prompts' KV would have no space
-to read each other's."""
+"""A worker that decodes pulls no prompt while less than this share of its KV cache is free. Otherwise two workers full
+of prompts' KV would have no space to read each other's."""
 TICK = 0.02
 """Seconds between two checks whether to pull."""
 _WEIGHT = 0.2
@@ -119,7 +119,7 @@ class Pulling:
 
     @property
     def full(self) -> bool:
-        """Whether this worker decodes, and prompts may use no more of the KV cache (`DECODE_SHARE`)."""
+        """Whether this worker decodes, and its KV cache has no room for another prompt (`DECODE_SHARE`)."""
         return self.decode_load().streams > 0 and self.engine.usage.kv_usage > 1.0 - DECODE_SHARE
 
     def stop_waiting(self) -> None:
