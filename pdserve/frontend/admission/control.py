@@ -6,8 +6,8 @@ The engine core requests the further ones when the prompt is tokenized. `FairQue
 is expected to miss its deadline is refused. A full queue refuses its last request that is not admitted.
 Reasons: docs/decisions/0006-overload.md.
 
-A running sequence may be paused for a client that runs less than half as many sequences as its own (`is_short`). A
-sequence whose client does not read may be paused for any client. docs/decisions/0046-places-of-others.md.
+A running sequence may be paused for a client that runs far fewer sequences than its own (`is_short`). A sequence whose
+client does not read may be paused for any client. docs/decisions/0046-places-of-others.md.
 
 Flex requests have a queue of their own. They start only while no other request waits, and pause for any that does.
 docs/decisions/0083-batches.md.
@@ -128,7 +128,7 @@ class AdmissionControl:
 
     @asynccontextmanager
     async def long_text(self, client: str) -> AsyncIterator[None]:
-        """Enter to tokenize the long text of a tokenization request. Only one is tokenized at a time, round-robin over
+        """Hold while the long text of a tokenization request is tokenized. Only one runs at a time, round-robin over
         clients, because each takes seconds of the threads that also tokenize prompts."""
         async with self._long_texts.setdefault(client, asyncio.Lock()), self.tokenizing:
             yield
@@ -209,8 +209,8 @@ class AdmissionControl:
         return len(self._granted) + capacity.free_requests
 
     def _may_start(self, admission: Admission, places: int) -> bool:
-        """Whether the request's next sequence may start. One that cannot pause must leave room for others, unless it
-        is its client's only one."""
+        """Whether the request's next sequence may start. A sequence that cannot pause must leave room for others. Its
+        client's only sequence need not, except a flex one."""
         if admission.is_flex and self.queue:
             return False
         can_pause = not admission.requested or admission.requested[0].can_pause

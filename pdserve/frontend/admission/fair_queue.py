@@ -5,8 +5,7 @@ virtual time is the highest tag of a sequence that has started. The lowest tag i
 request goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
 In addition, clients that run less than their share of the slots go first, because sequences may last much longer than
-estimated. A single client may use every slot: a request of another
-client gets one of them by preemption (`first_short`).
+estimated. A single client may use every slot. A request of another client then gets one by preemption (`first_short`).
 """
 
 from bisect import insort
@@ -111,8 +110,7 @@ class FairQueue(Generic[E]):
         return self._client(entry.client).running
 
     def first_short(self, may: Callable[[E], bool]) -> E | None:
-        """The first entry that may start and whose client runs less than half as many sequences as another
-        (`is_short`)."""
+        """The first entry that may start and whose client is short of slots (`is_short`)."""
         most = max((client.running for client in self._clients.values()), default=0)
         if not any(client.waiting and is_short(client.running, most) for client in self._clients.values()):
             return None

@@ -17,7 +17,7 @@ KEPT = 4
 
 
 class Control(Protocol):
-    """The part of `AdmissionControl` that permits use."""
+    """The part of `AdmissionControl` that an `Admission` refers to."""
 
     def request(self, permit: "SequencePermit") -> None: ...
 
@@ -149,7 +149,7 @@ class GrantedPermits:
 
     @property
     def any_yielding(self) -> bool:
-        """Whether any sequence is flex or unread, and so may pause for a client that is not short, too (`is_short`)."""
+        """Whether any sequence is flex or unread: such a sequence may pause even if no client is short (`is_short`)."""
         return any(permit.admission.unread or permit.admission.is_flex for permit in self._permits)
 
     def leaves_room(self, places: int, *, is_flex: bool) -> bool:

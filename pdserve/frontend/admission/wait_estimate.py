@@ -26,7 +26,7 @@ class RequestSize:
     logprobs: int = 0
     """prompt logprobs of all sequences; each counts as a token"""
     several: str = "prompt"
-    """field that the error names if there are too many sequences"""
+    """field with the prompts; an error names it"""
 
     def within(self, max_model_len: int) -> "RequestSize":
         """Return the size without prompt tokens beyond the model's context: a longer prompt never reaches a worker."""

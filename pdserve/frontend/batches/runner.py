@@ -30,7 +30,7 @@ RERUN_DELAY = 60.0
 QUEUED_LINES = 8
 """Lines of a batch that wait in admission control, besides those that have slots."""
 MAX_PAUSE = 5.0
-"""Seconds that a batch pauses after a failed write, and at most after a refused line."""
+"""Seconds of a batch's pause after a failed write. Maximum of its pause after a refused line."""
 UNKNOWN_MODEL_SECONDS = 600.0
 """Seconds of nothing but 404s after which a 404 is a line's result. Until then, the model's workers may register."""
 MAX_TRIES = 3

@@ -244,7 +244,7 @@ class Store:
     def append(
         self, owner: str, batch_id: str, results: Sequence[tuple[str, int, bytes]]
     ) -> tuple[Record, float]:
-        """Add results: name of the count, line number, text. Return the batch and the seconds left of its window."""
+        """Add results: (name of the count, line number, text). Return the batch and the seconds left of its window."""
         with self._transaction("IMMEDIATE") as db:
             batch = db.find("batch", owner, batch_id)
             for count, line, text in results:

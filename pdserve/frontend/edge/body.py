@@ -193,8 +193,8 @@ async def refuse(request: Request, response: ResponseWriter, error: PdserveError
 
 
 def parse_body(path: str, raw: bytes) -> ParsedBody:
-    """Find the model and the size of the request. Raises BadRequest for fields that clients must not send. The model's
-    app refuses a body that is not a JSON object, and a model that is not a string."""
+    """Find the model and the size of the request. Raises BadRequest for what the model's app would not refuse properly.
+    The app refuses a body that is not a JSON object, and a model that is not a string."""
     check_parts(raw)
     fields = _fields(raw)
     extra = fields.get("vllm_xargs")

@@ -115,7 +115,7 @@ class ClientConnection(HttpToolsProtocol):
         sock = None if self.transport.is_closing() else self.transport.get_extra_info("socket")
         if sock is None or not self._idle():
             return
-        # the event loop was late, and calls its timers before it reads
+        # a request may have come: a late event loop calls its timers before it reads
         unread = any(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4)))
         if self._last and (unread or self._fields >= 0):
             self.loop.call_later(LINGER, self._close_if_idle)

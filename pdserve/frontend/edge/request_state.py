@@ -64,8 +64,7 @@ SHUTTING_DOWN = RequestFailure(503, "the frontend is shutting down", RETRY_AFTER
 
 
 class SequenceHops:
-    """The hops of one sequence, in the frontend and at its decode workers. Call a method when the sequence moves, not
-    per token."""
+    """The hops of one sequence, in the frontend and at its decode workers. No method is called per token."""
 
     def __init__(self, started: float) -> None:
         self._started = started

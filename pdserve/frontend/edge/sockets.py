@@ -59,12 +59,12 @@ def ignore_new_clients(sock: socket.socket) -> None:
 
 
 def drop_packets(sock: socket.socket, flags: int) -> None:
-    """Drop packets to a TCP socket that have exactly these of the flags SYN and ACK, by a classic BPF program."""
+    """Drop packets to a TCP socket if the SYN and ACK bits of their flags equal `flags`. Sets a classic BPF program."""
     program = struct.pack(
         "=" + 5 * "HBBI",
         *(0x30, 0, 0, 13),  # load the byte of the TCP header that has the flags
-        *(0x54, 0, 0, SYN | ACK),  # and it with this mask
-        *(0x15, 0, 1, flags),  # skip an instruction if they are others
+        *(0x54, 0, 0, SYN | ACK),  # keep only these flags
+        *(0x15, 0, 1, flags),  # if they are not `flags`, skip the next line
         *(0x06, 0, 0, 0),  # drop the packet
         *(0x06, 0, 0, 0xFFFFFFFF),  # pass the packet
     )

@@ -310,7 +310,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     @contextmanager
     def isolated(self, generation: Generation) -> Iterator[None]:
-        """Let an error in the block fail this generation only."""
+        """Let an error in the block fail only the HTTP request of this generation."""
         try:
             yield
         except Exception as error:

@@ -63,8 +63,8 @@ class Processor:
 @asynccontextmanager
 async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
     """Serve the model card while entered; `workers` returns the workers with this card. Entering takes one or two
-    seconds, and longer if it fetches an archive. Raises ConfigError or Unavailable if this host
-    cannot serve the card."""
+    seconds, and longer if it fetches an archive. Raises ConfigError or Unavailable if this host cannot serve the
+    card."""
     if card.vllm_version != VERSION:
         theirs = card.vllm_version or "an unknown version"
         raise ConfigError(

@@ -1,9 +1,9 @@
 """Output pacing: hold back outputs of streams that are faster than their promised gap, to bridge later delays: an
 engine step with a prompt's chunk, a KV read, a migration (docs/slo.md).
 
-A stream has a reserve of a few outputs. While outputs arrive, each one releases an earlier one. When none arrives, the
-held outputs leave one by one, each within the promised gap of the one before. The last output releases all, so that no
-response ends later.
+A stream has a reserve of a few outputs. Once it is full (`MAX_HELD`, `MAX_HOLD`), each new output releases an earlier
+one. When none arrives, the held outputs leave one by one, each within the promised gap of the one before. The last
+output releases all, so that no response ends later.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ MAX_HELD = 16
 MAX_HOLD = 0.25
 """Maximum of seconds that an output is held while others arrive. A reader hardly notices so short a delay."""
 TTFT_MARGIN = 0.1
-"""Even without a second output, the first one leaves this many seconds before the promised TTFT; before a short TTFT, a
-fifth of it."""
+"""Seconds before the promised TTFT at which the first output leaves even without a second one: at most a fifth of the
+TTFT."""
 DEADLINE_MARGIN = 1.0
 """Seconds before a request's deadline from which on nothing is held."""
 MAX_EARLY = 0.005

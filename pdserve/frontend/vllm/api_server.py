@@ -291,8 +291,8 @@ class OutputHandler:
         return over
 
     def _fail_last(self, taken: Sequence[EngineCoreOutput]) -> set[str]:
-        """Fail the request of the last output that was taken. Return it with its siblings (n > 1), and all requests up
-        to it that are over, because the error lost the list of those that ended by a stop string."""
+        """Fail the request of the last output that was taken. Return the ids of this request, of its siblings (n > 1),
+        and of the earlier requests that are over: the error lost the list of those ended by a stop string."""
         failed = fail_request(self._engine, taken[-1].request_id, "internal error in the frontend", 500)
         running = self._processor.request_states
         return {*failed, *(output.request_id for output in taken if output.request_id not in running)}
@@ -370,7 +370,8 @@ async def make_app(
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
     """Return the routes on which chunks of a plain request differ only in their text (`frontend/edge/deltas.py`), and
-    for each whether outputs without text have chunks. vLLM's older tool parsers read nothing without tools."""
+    for each whether outputs without text have chunks. Chats are left out if a parser reads their text. vLLM's older
+    tool parsers do so only if the request has tools."""
     if args.enable_force_include_usage or args.enable_log_outputs or args.sse_keep_alive_interval:
         return {}
     completions, chats = {"/v1/completions": True}, "/v1/chat/completions"

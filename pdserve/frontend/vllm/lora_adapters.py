@@ -87,8 +87,8 @@ class AdapterStore:
             await self._registry.delete(keys.loading(asked))
 
     async def unload(self, model: str, name: str) -> None:
-        """Remove an adapter; its running requests finish. The registry keeps a record of it only if a worker's file may
-        list its name."""
+        """Remove an adapter; its running requests finish. If a worker's file may list its name, the registry gets a
+        record that it is unloaded."""
         before, workers = self._view.adapters(model).get(name), self._view.instances(model=model)
         of_files = {
             each.name for worker in workers for each in worker.adapters or () if each.asked == FROM_FILE

@@ -12,8 +12,8 @@ LEFT_OUT = re.compile(
     r"|/pooling|/classify|/score|/v1/score|(/v[12])?/rerank|/inference/v1/.*|.*/(de)?render|/v1/audio/.*"
     r"|/kv_event_sources|/v1/systemone|/invocations|/adapters.*|/init_weight.*|/update_weights"
 )
-"""vLLM's routes that return 404, because a disaggregated graph cannot serve them. Most control an engine in the same
-process."""
+"""vLLM's routes that are not described. They return 404, except those of LoRA adapters if `ADAPTERS` has them. Most
+control an engine in the same process."""
 
 _JSON = "application/json"
 _REFUSED = "Refused: 400, 401, 404, 405, 408 (a slow body), 413 (a large one), 429 (with Retry-After)"

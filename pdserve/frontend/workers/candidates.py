@@ -65,8 +65,8 @@ class Candidates:
         preferred: Iterable[str] = (),
     ) -> list[str]:
         """Return the next `WINDOW` workers in round-robin order after `last`, then the rest of `preferred`. Workers in
-        `never` are left out. Workers in `avoid` are returned only if there are no others, and full ones only if all of
-        these are full."""
+        `never` are left out. Workers in `avoid` are returned only if there are no others. Of the workers that remain,
+        full ones are returned only if all are full."""
         for skipped in (never | avoid, never):
             for workers in (self._free, self._all):
                 if found := _next(workers, last, skipped):

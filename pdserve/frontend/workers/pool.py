@@ -225,7 +225,7 @@ class WorkerPool:
 
     def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
         """Choose a worker, preferably one with capacity; None if there is no worker. Workers that lost this generation
-        are the last resort, or never chosen with `only_others`. Raises BadRequest if its adapter was
+        are the last resort; with `only_others`, they are never chosen. Raises BadRequest if its adapter was
         unloaded."""
         lacking, lost = self._lacking(generation), generation.lost_by
         images = prompt_images(generation.request.mm_features)
@@ -281,7 +281,7 @@ class WorkerPool:
             self._leave_stalled()
 
     def _leave_stalled(self) -> None:
-        """Move to other workers those requests of stalled ones that have no token of their present attempt."""
+        """Move requests away from stalled workers. A request with a token of its present attempt stays."""
         if self._ready() is not self._stalled and len(self._stalled):
             for link in [link for id, link in self._links.items() if id in self._stalled]:
                 self._listener.hand_over(link, begun=False, stalled=True)

@@ -1,4 +1,4 @@
-"""`/dashboard`: static files of this folder, open to all, and the state that they poll each second.
+"""`/dashboard`: static files of this folder, open to all, and the state, which the page polls each second.
 
 Scripts and styles come only from this folder. All data is shown as text."""
 
@@ -34,7 +34,8 @@ KEPT = 1.0
 PER_SECOND = 50
 """Maximum of processes polled per second. The state of a larger graph is cached for longer."""
 MAX_LINKS = 400
-"""Maximum of links in a state. If there are more, each process shows equally many: first those that are down."""
+"""Maximum of links in a state. If there are more, each process shows at most an equal share: first those that are
+down."""
 
 _PAGE, _STATE = "/dashboard", "/dashboard/state"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
