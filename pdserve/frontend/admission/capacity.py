@@ -14,8 +14,8 @@ from pdserve.contract.records import Instance
 DEFAULT_MAX_REQUESTS = 256
 """Slots of a worker that does not publish `max_num_seqs`."""
 EXTRA = 4
-"""A worker gets one extra request for each of its requests in remote prefill, which need no slot yet: at most one for
-this many slots."""
+"""A worker gets one extra request for each of its requests in remote prefill, because these need no slot yet. It gets
+at most one extra request for this many slots."""
 KV_FULL = 0.9
 """A worker whose KV cache is this full gets no request beyond this frontend's part of the cache."""
 

@@ -263,7 +263,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
                 self._end(other)
 
     def _drop(self, generation: Generation) -> None:
-        """End a generation whose HTTP request is over. When one beam fails, vLLM does not end the others."""
+        """End a generation whose HTTP request is over, such as another beam after one has failed: vLLM does not end
+        it."""
         failure = generation.state.failure
         self.fail(generation, failure or RequestFailure(500, "its HTTP request is over"))
         generation.state.failure = failure  # None if the client has left
