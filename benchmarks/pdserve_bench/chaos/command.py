@@ -67,8 +67,8 @@ def chaos(
 ) -> int:
     """Inject faults into a graph under load, one after the other: {prefill, decode, nats, etcd, frontend} x {kill,
     hang, cut}, loss of the data of NATS and etcd, all workers of a role at once, a rolling restart and others.
-    Starts the graph of FILE in a temporary folder, with its own ports, NATS and etcd and at least two of each process,
-    and stops it at the end. Every output is compared, token for token, with that of the undisturbed graph.
+    Starts the graph of FILE in a temporary folder, with its own ports, NATS and etcd, and stops it at the end.
+    Every output is compared, token for token, with that of the undisturbed graph.
     Exit code 1 if a request was dropped, hung or got a wrong output, if KV blocks stayed held, or if the graph did not
     recover. Ctrl-C shows the result so far.
     --hosts: each process, and NATS with etcd, on a simulated host (needs root or `unshare -Ur`); links are cut, lossy,

@@ -67,7 +67,7 @@ class Scene:
     gone: set[str] = field(default_factory=set)
     """Instances that were ended; their leases may outlive them."""
     amiss: list[str] = field(default_factory=list)
-    """Sentences about failures that no client saw."""
+    """Sentences about failures other than those of the load's requests."""
 
     async def recovery(self) -> float | None:
         """Wait until the graph is complete and prefills remotely. Return the seconds; None after the timeout."""

@@ -127,7 +127,7 @@ def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
 
 
 def _of_shape(config: Config, shape: Shape) -> Config:
-    """Return the part of `reshape`'s result that the plan needs."""
+    """Like `reshape`, but change only what the plan reads."""
     assert config.decode is not None
     like = PrefillConfig(engine_args=config.decode.engine_args, kv_offload=config.decode.kv_offload)
     decode = replace(_resized(config.decode, shape.decode, shape.tensor[1]), remote_prefill=True)

@@ -58,10 +58,11 @@ def compare(
     "input_length": 6955, "output_length": 52, "hash_ids": [...]}; only the lengths are needed. Arrivals are Poisson.
     The result is for --rate, else for the trace's mean rate, else for the highest rate.
 
-    With --clients, no goodput is searched: FILE's graph and one plain vLLM engine (on a CPU, with each number of
-    threads) run side by side. In turn, each serves these numbers of clients, which ask again once they have a response.
+    With --clients, no goodput is searched: FILE's graph and one plain vLLM engine (on a CPU, one for each thread
+    count) stay up. For each number of clients, they are loaded in turn. A client asks again once it has a response.
 
-    Nothing else should run on the machine. Ctrl-C shows the result so far. The exit code is 0 whatever the result.
+    Nothing else should run on the machine. Ctrl-C shows the result so far. The exit code is 0 whatever the result, 130
+    after Ctrl-C.
 
     examples:
       pdserve compare -f graph.yaml                       nine minutes, on this machine

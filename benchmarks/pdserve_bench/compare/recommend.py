@@ -292,7 +292,7 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
 
 
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
-    """Say how many times the loser's goodput the winner has; with wide intervals, at least. Empty from 100 on."""
+    """Say how many times the loser's goodput the winner has, or at least has. Empty from 100 on."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""

@@ -35,7 +35,7 @@ SIMULATED = simulated(
 )
 """As slow as real engines without a GPU: a greedy response takes half a minute."""
 MAX_EXTRA_WAIT = 1.0
-"""Seconds that the canary may wait longer for a token than without attackers."""
+"""By how many seconds attackers may prolong the canary's longest wait for a token."""
 QUIET_SECONDS = 20.0
 """Seconds without attackers."""
 FRONTENDS = 2

@@ -83,8 +83,8 @@ class Probe:
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to each first token. A request without one counts if it waited longer than the bound and did not
-        fail (other than by a hang)."""
+        """Seconds to each first token. For a request without one, its wait, if that exceeds the bound and the request
+        runs, was interrupted or hung."""
         until = self.run.ended or time.monotonic()
         times = []
         for each in self.run.exchanges:

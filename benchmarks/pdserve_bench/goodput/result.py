@@ -98,8 +98,8 @@ async def find_goodput(
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    """Return the seconds of a probe. A low rate gets time for 49 requests (at 90 %), but at most `options.longer` times
-    `seconds`. If all keep the SLO, half of 49 requests prove a rate carried (Wilson's interval)."""
+    """Return the seconds of a probe. With a share of 90 %, a low rate gets time for 49 requests, but at most
+    `options.longer` times `seconds`. If all keep the SLO, half of 49 prove a rate carried (Wilson's interval)."""
     least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
     return max(options.seconds, min(least / rate, options.longer * options.seconds))
 

@@ -255,8 +255,8 @@ async def started(
 
     `own_model` copies the model and `own_disk` mounts a small file system for the state, if possible. `thresholds`
     replaces the policy `adaptive` by a length threshold, so that remote prefills surely happen. `frontends` is a
-    minimum. `servers` are external `nats` and `etcd` addresses. `security` is the file's section; without it clients
-    use plain http. `adds` are keys for existing sections.
+    minimum. `servers` are external `nats` and `etcd` addresses. `security` becomes the section `Security`; without it
+    clients use plain http. `adds` are keys for existing sections.
     """
     config = load(file, {})
     model = _copied(Path(config.model), folder) if own_model else None

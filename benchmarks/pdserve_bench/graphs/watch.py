@@ -142,6 +142,6 @@ def _count(instances: list[Instance]) -> Counter[str]:
 
 
 def held(instances: list[Instance], loads: Mapping[str, Load]) -> dict[str, int]:
-    """Return held KV blocks by worker that holds any. A worker that does not reply counts as holding one."""
+    """Return held KV blocks by instance that holds any. An instance that does not reply counts as holding one."""
     found = {i.id: loads[i.id].kv_usage * i.kv_blocks if i.id in loads else 1 for i in instances}
     return {instance: max(1, round(blocks)) for instance, blocks in found.items() if blocks}

@@ -45,9 +45,8 @@ class LoadRun:
 
     @property
     def closes(self) -> float:
-        """End of the interval for rates: when the last request could start, or when the run was interrupted. The wait
-        for the last responses is left out, because the server is not fully loaded then. If all requests start at once,
-        it is the interval."""
+        """End of the interval for rates: `asks_until`, because the server is not fully loaded later. The run's end if
+        that is earlier, or if all requests started at once."""
         now = self.ended or time.monotonic()
         return min(now, self.asks_until) if self.asks_until > self.began else now
 

@@ -51,10 +51,10 @@ def multi_round(
     """Multi-round QA: users join over time, hold a chat of --num-rounds questions each, and leave.
 
     A chat begins with a system prompt that all users share and the user's own history, and continues with the server's
-    real responses, so prefix caches count. A user asks every num-users / qps seconds, but never before its last
-    response. Users join at regular intervals, so that --num-users are active if the server keeps up, and more if it
-    does not. Together they ask qps x num-rounds / (num-rounds - 1) questions a second: with 3 rounds and --qps 10,
-    15 requests/s. Flags, arithmetic and summary are those of multi-round-qa of vLLM's production stack.
+    real responses, so prefix caches count. A user asks every num-users / qps seconds, but only once it has the
+    previous response. Users join at regular intervals, so that --num-users are active if the server keeps up, and more
+    if it does not. Together they ask qps x num-rounds / (num-rounds - 1) questions a second: with 3 rounds and --qps
+    10, 15 requests/s. Flags, arithmetic and summary are those of multi-round-qa of vLLM's production stack.
 
     No question starts after --time, but the last responses are awaited, and the summary's rates include that wait.
     Ctrl-C shows the result so far. Exit code 1 if no question succeeded, 130 after Ctrl-C.

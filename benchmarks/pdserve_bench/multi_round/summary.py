@@ -37,7 +37,7 @@ class MultiRoundResult:
 
     def lines(self) -> list[tuple[str, str]]:
         """Return names and values as multi-round-qa prints them. Rates count from the first question to the last
-        response. Failed requests are not in flight here; multi-round-qa counts them so."""
+        response. Unlike in multi-round-qa, failed requests do not count as in flight."""
         run, finished, figures = self.run, self.finished, self.run.summary()
         none = "" if finished else "none"
         begin = min((question.started for question in finished), default=run.began)

@@ -59,7 +59,7 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLO
 """glibc settings: freed memory is returned at once, so that resident memory is memory in use."""
 SETTLE = 60.0
 LEASE = 40.0
-"""Seconds to wait for leftovers: longer than a KV lease."""
+"""Seconds until leftovers must be gone: longer than a KV lease."""
 
 
 @dataclass

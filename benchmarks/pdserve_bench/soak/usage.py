@@ -55,7 +55,7 @@ class Part:
     """The role's registration."""
     folder: Path | None = None
     parent: psutil.Process | None = None
-    """The small process that the manager of a role started. None under `serve`."""
+    """The process that started the role, and that systemd or a pod started; None under `serve`."""
 
 
 def parts_of_serve(

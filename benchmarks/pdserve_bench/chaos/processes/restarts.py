@@ -101,7 +101,7 @@ async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
     victims = [family[0], *(each for each in family if guardian and _is_guardian(each))]
     running.away = True
     for process in victims:
-        process.suspend()  # suspends all, so that no process sees another end
+        process.suspend()  # suspends all first, so that neither reacts to the other's end
     for process in victims:
         process.kill()
     running.serve.process.wait()
