@@ -215,7 +215,7 @@ class _LazyCommand(TyperCommand):
         return self._load().make_context(info_name, args, parent, **extra)
 
     def _load(self) -> Any:
-        """Import the command. Raises Unavailable if packages that it needs are not installed."""
+        """Import the command. Raises Unavailable if a package that `pdserve_bench` needs is not installed."""
         module, _, name = self._function.partition(":")
         try:
             function = getattr(import_module(module), name)

@@ -47,7 +47,7 @@ class GraphAddress:
 
 @dataclass(frozen=True)
 class GraphView:
-    """The graph's registered instances: from etcd or, if etcd did not answer at first, as `serve` last read them."""
+    """The graph's registry: from etcd or, if etcd did not answer at first, as `serve` last saw it."""
 
     snapshot: Callable[[], Snapshot]
     connected: Callable[[], bool]

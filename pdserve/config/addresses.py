@@ -20,7 +20,8 @@ def nats_url(url: str) -> str:
 
 
 def etcd_address(address: str) -> str:
-    """Return host:port, without `http://`: the graph's credentials decide whether the connection is encrypted."""
+    """Return host:port, or https://host:port as given. `http://` is removed, because the graph's credentials decide
+    whether the connection is encrypted."""
     address = _lower_scheme(address)
     parts = _split(address if "://" in address else f"http://{address}")
     if (

@@ -16,8 +16,8 @@ Opening = tuple[str, str, str]
 def openings(
     graph: GraphSection, frontend: FrontendConfig | None, security: SecuritySection, keys: bool
 ) -> Iterator[Opening]:
-    """Find openings that are not allowed. `keys`: whether the API requires a key. Without `nats` and `etcd`, `serve`
-    starts both with its own credentials."""
+    """Find openings that are not allowed. `keys`: whether the API requires a key. If the file names
+    neither `nats` nor `etcd`, the graph needs no credentials here: `serve` makes them."""
     if security.credentials is None and (graph.nats or graph.etcd):
         yield from _of_graph(graph, "plain-graph" in security.allow)
     if frontend is not None and not is_loopback(frontend.host):

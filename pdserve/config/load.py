@@ -370,7 +370,7 @@ def _resolved(graph: GraphSection, env: Mapping[str, str], findings: Findings) -
     if traces and protocol not in (None, "", "http/protobuf"):
         traces = None
         findings.notes.append(
-            f"No traces are sent to OTEL_EXPORTER_OTLP_ENDPOINT: it takes {protocol}, pdserve sends http/protobuf."
+            f"The collector of OTEL_EXPORTER_OTLP_* gets no traces: it takes {protocol}, pdserve sends http/protobuf."
         )
     disabled = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     endpoint = None if disabled else traces or graph.otlp_endpoint

@@ -193,7 +193,7 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     write_timeout: Seconds = 30.0
     """seconds; a request is ended if its client reads nothing for this long"""
     max_connections: OneOrMore = 8192
-    """connections; maximum of a frontend process, lowered to its file descriptors less 256; more are closed"""
+    """connections; maximum of a frontend process, or its file descriptors less 256 if that is lower; more are closed"""
     allowed_origins: Origins = ()
     """web pages that may use the API from a browser; ["*"]: all; not set: all if requests need an API key, else those
     of this machine"""

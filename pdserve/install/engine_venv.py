@@ -53,7 +53,7 @@ def engine_step(platform: str) -> InstallStep:
 
 
 def locked(lock: Path, compiled: bool = True) -> InstallStep:
-    # Otherwise nine processes compile the same thousands of files at the first start, or at every start if
+    # Without bytecode, nine processes compile the same thousands of files at the first start, or at every start if
     # PYTHONDONTWRITEBYTECODE is set. With simulated engines, only frontends import vLLM.
     arguments = (f"--requirements={lock}", *["--compile-bytecode"] * compiled)
     return InstallStep(digest(lock.read_bytes()), arguments)

@@ -43,7 +43,7 @@ def problems(
     model: ModelFacts | None,
     env: Mapping[str, str],
 ) -> Iterator[str]:
-    """Run all checks but those of ports, disk and state directory (`supervisor/preflight.py`)."""
+    """Run all checks but those of `supervisor/preflight.py` (busy ports, etcd's disk space, state directory)."""
     real = [worker for worker in workers if worker.config.engine == "vllm"]
     if not machine.imagined:
         if real or frontends:
@@ -105,10 +105,10 @@ def _ports(config: Config, slots: Sequence[Slot]) -> Iterator[str]:
     }
     for key, taken in ports.items():
         if max(taken, default=0) > 65535:
-            yield f"{config.path}: {key} is too high for the ports of all processes, up to 65535: lower it."
+            yield f"{config.path}: {key} is too high, because some processes would get ports above 65535: lower it."
     for (key, taken), (other, others) in combinations(ports.items(), 2):
         if twice := (taken & others) - {0}:
-            yield f"{config.path}: {key} and {other}, each counted up by process, reach port {min(twice)}: move one."
+            yield f"{config.path}: {key} and {other} both give port {min(twice)} to a process: move one."
 
 
 def _certificate(security: SecuritySection) -> None:
@@ -159,7 +159,7 @@ def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
-    """Return the worker of each role with the least KV space."""
+    """Return each role's worker with the least KV space."""
 
     def kv_space(worker: PlannedWorker) -> int:
         return (worker.memory and worker.memory.kv_space) or 0
@@ -186,7 +186,7 @@ def _one_rank_per_host(worker: PlannedWorker) -> Iterator[str]:
 
 
 def _block_size(worker: PlannedWorker) -> Iterator[str]:
-    """Check the multiple that vLLM's attention kernels need: 32 on the CPU, 16 in FlashAttention."""
+    """Check block-size: vLLM's attention kernels need a multiple of 32 on the CPU, of 16 on a GPU."""
     size, unit = block_size(worker.config.engine_args, on_cpu=not worker.gpus), 16 if worker.gpus else 32
     if size % unit:
         where = "a GPU" if worker.gpus else "the CPU"
@@ -194,7 +194,7 @@ def _block_size(worker: PlannedWorker) -> Iterator[str]:
 
 
 def _offload(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
-    """Refuse what fails in vLLM 0.32 (vllm#50653) or is untested."""
+    """Check the sizes of kv-offload. Refuse it beside arguments with which it fails (vllm#50653) or is untested."""
     config, role = worker.config, worker.slot.role.value
     unsupported = {
         "engine: sim": config.engine == "sim",
@@ -335,8 +335,8 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
 
 
 def _shared_memory(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """Check /dev/shm, where engines with a GPU or with KV on disk have their KV in host memory. Its total counts, not
-    its free space, because the graph may run already."""
+    """Check /dev/shm, in which engines with a GPU or with kv-offload-disk put the KV of kv-offload. Its total counts,
+    not its free space, because the graph may run already."""
     users = (worker for worker in workers if worker.gpus or worker.config.kv_offload_disk)
     need, room = sum(worker.config.kv_offload for worker in users), machine.shared
     if not machine.imagined and room is not None and need > room:

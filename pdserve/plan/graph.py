@@ -20,7 +20,7 @@ from pdserve.plan.slots import Slot
 T = TypeVar("T")
 
 CONFIG_VARIABLE = "PDSERVE_CONFIG"
-"""Environment variable with the configuration that the supervisor loaded. The file may have changed since, and a
+"""Environment variable with the configuration that the supervisor planned. The file may have changed since, and a
 restarted role must fit the running ones."""
 SLOT_VARIABLE = "PDSERVE_SLOT"
 """Environment variable with the slot that the supervisor planned. A process that planned its own slot might take GPUs

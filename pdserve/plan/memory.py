@@ -23,8 +23,8 @@ NVSWITCH_BYTES = 185 * GIB // 100
 and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on GPUs joined by PCIe."""
 GRAPH_POOL_BYTES = GIB // 5
 GRAPH_LAYER_BYTES = 3 * MIB // 20
-"""vLLM's estimate of its CUDA graphs, extrapolated from two captures: a pool, and driver memory for each layer of each
-graph. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers, but 2.75 for 86 of 80 layers."""
+"""A fit to vLLM's estimate of its CUDA graphs: a pool, and driver memory for each layer of each graph. Logs: 0.26 GiB
+for 5 graphs, 0.36 for 16, 0.53 for 86 (28 layers). The fit is too low for 86 graphs of 80 layers: 2.75 GiB in logs."""
 CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable in whole GiB, which overrides kv-cache-memory-bytes."""
 CPU_KV_GIB = 1
@@ -52,7 +52,7 @@ class Memory:
     adapters: int = 0
     """LoRA buffers in the layers."""
     kv_space: int | None = None
-    """KV cache. Negative: the weights do not fit. None: unknown, because there is no GPU."""
+    """KV cache. Negative: everything else alone does not fit. None: unknown, as the GPU is."""
 
     @property
     def fixed(self) -> int:
@@ -123,9 +123,9 @@ def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool)
 
 
 def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
-    """Return the bytes lost beside a layer's four matrices. torch's CUDA allocator rounds 10 MiB and more up to a
-    multiple of 2 MiB, and splits off the rest only if that is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp). The loss
-    is 0.17 GiB of the 13.95 GiB of a rank of a 14B model with TP 2."""
+    """Return the bytes that the allocator loses for a layer's four matrices. torch's CUDA allocator rounds 10 MiB and
+    more up to a multiple of 2 MiB, and splits off the rest only if that is over 1 MiB
+    (c10/cuda/CUDACachingAllocator.cpp). In a 14B model with TP 2, a rank loses 0.17 of 13.95 GiB."""
     if model.latent or model.quantized:
         return 0
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
@@ -149,10 +149,10 @@ def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | N
     """Return the peak of vLLM's profile run: a layer's MLP at max-num-batched-tokens, or the logits of max-num-seqs
     requests beside the last hidden states, whichever is larger.
 
-    The MLP has gate_up (2 x intermediate / TP), its activation (intermediate / TP) and hidden states. If eager, these
-    are the layer's input, the residual, the normalized input, the output, and the output of an all-reduce. If compiled,
-    they are the attention's output (hidden / TP), the residual before and after it, and the normalized input. With
-    several ranks, each rank gathers all logits and copies them.
+    The MLP has gate_up (2 x intermediate / TP), its activation (intermediate / TP) and hidden states. Eager hidden
+    states are the layer's input, the residual, the normalized input, the output, and with several ranks the output of
+    an all-reduce. Compiled ones are the attention's output (hidden / TP), the residual before and after it, and the
+    normalized input. With several ranks, each rank gathers all logits and copies them.
     """
     tokens, sequences = _batch(args, gpu)
     tensor = tensor_size(args)

@@ -30,11 +30,11 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.net import is_loopback
 
 DECODE_CHUNK = 256
-"""Maximum of a prompt's tokens in a step of a decode worker with other requests (docs/decisions/0025-adaptive.md)."""
+"""Default of the maximum of a chunk's tokens in a decode worker (docs/decisions/0025-adaptive.md)."""
 UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization")
 """Arguments that change an engine's memory in ways that `memory.py` does not estimate."""
 _UNREACHED = (
-    "The API listens on {} inside this container, which published ports (docker run -p) do not reach: set "
+    "The API listens on {} inside this container, where published ports (docker run -p) do not reach it: set "
     "PDSERVE_FRONTEND_HOST=0.0.0.0, PDSERVE_API_KEYS and PDSERVE_ALLOW=plain-http, or a certificate."
 )
 W = TypeVar("W", bound=WorkerConfig)
@@ -75,8 +75,8 @@ def make_plan(
     env: Mapping[str, str] = os.environ,
     node: int | None = None,
 ) -> Plan:
-    """Plan the graph, or with `roles`, `index` and `node` a part of it. A part keeps its KV ports of the whole graph,
-    and gets the first GPUs of this machine. Raises nothing: errors are in `problems`."""
+    """Plan the graph, or with `roles`, `index` and `node` a part of it. A part keeps its KV ports of the whole graph.
+    Roles that are left out take no GPUs; lower indices do. Raises nothing: errors are in `problems`."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems)
     config, selection = _with_defaults(config, machine, model), Selection(roles, index, node)
@@ -146,7 +146,7 @@ def _with_argument(worker: W, name: str, value: object, origin: str) -> W:
 
 
 def _model(config: Config, problems: list[str]) -> ModelFacts | None:
-    """Return the model's sizes; None if its files are not on this machine."""
+    """Return the model's sizes; None if its files are missing or unreadable, the latter with problems."""
     worker = config.decode or config.prefill
     revision = str(worker.engine_args.get("revision", "main")) if worker else "main"
     folder = find_folder(config.model, revision)
@@ -202,8 +202,8 @@ def _notes(
         yield f"vLLM {version} is installed, but pdserve uses vLLM's internals and needs {VLLM_VERSION}."
     if model is not None and machine.half_is_slow and any(_half_on_cpu(worker, model) for worker in workers):
         yield (
-            "bfloat16 and float16 are slow on this CPU, which has no AVX-512: with dtype: float32 in Common (and dtype "
-            "in common-configs) prompts of the demo model take a third of the time, KV twice the memory."
+            "bfloat16 and float16 are slow on this CPU, which has no AVX-512. With dtype: float32 (in Common, and in "
+            "common-configs), prompts of the demo model take a third of the time, but KV takes twice the memory."
         )
     if any(draft_model(worker.config.engine_args) for worker in workers):
         yield "Speculative decoding is tested with n-gram and a draft model on CPUs, not with EAGLE, MTP or GPUs."

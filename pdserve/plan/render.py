@@ -193,7 +193,8 @@ def _memory_cells(memory: Memory) -> Iterator[str]:
 
 
 def _arguments(plan: Plan) -> Table:
-    """Return a table with a row for each argument of a role; all workers of a role have equal arguments."""
+    """Return a table of arguments and environment variables: those of the first worker of each role. Other workers of
+    the role have the same arguments."""
     rows = table("role", "argument", "value", "from", title="vLLM arguments", **_TITLE)
     first: dict[Role, PlannedWorker] = {}
     for worker in plan.workers:

@@ -94,8 +94,8 @@ def place_workers(
     config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
 ) -> tuple[list[PlannedWorker], list[str]]:
     """Return the placed workers, prefill workers last, and the problems. KV ports are those of the whole graph, so that
-    roles that are started one by one do not collide. If a worker spans hosts, each role's
-    workers on each host are placed on a machine like this one."""
+    roles that are started one by one do not collide. If a worker spans hosts,
+    each node rank of a role is placed on a host of its own, with this machine's hardware."""
     hosts: dict[tuple[Role, int] | None, list[tuple[int, Role, int, WorkerConfig]]] = {}
     spans = config.spans_hosts
     for position, (role, number, worker) in enumerate(_all_workers(config)):
@@ -171,7 +171,7 @@ def start_commands(config: Config) -> str:
     for slot in slots:
         numbers = f" --index {slot.index}" * bool(slot.index) + f" --node-rank {slot.node}" * bool(slot.node)
         lines.append(f"`{pdserve_command(f'{slot.role.value} -f {config.path}{numbers}')}`")
-    return f"start these, in any order, each host of a worker on its own machine: {', '.join(lines)}."
+    return f"start these, in any order, each node rank of a worker on its own machine: {', '.join(lines)}."
 
 
 def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
@@ -298,7 +298,7 @@ def _device_env(
     worker: WorkerConfig, machine: Machine, gpus: tuple[int, ...], ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
     """Show a worker only its GPUs. On the CPU, all `ranks` of this host share the cores. A lone engine leaves one core
-    free: on all of 2 cores, it was 5 times slower with 8 sequences."""
+    free: with both of 2 cores, it decoded 8 sequences 5 times slower."""
     if gpus:
         # PCI order is NVML's; CUDA's own default puts the fastest card first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -27,7 +27,7 @@ ETCD_SPACE = 160 * MIB
 
 def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) -> Iterator[tuple[str, str]]:
     """Why `serve` would refuse the graph now: a subject (`state`, `disk`, `ports`) and a sentence. Ports may be in use
-    by the running graph of this file, by roles of this file that run without `serve`, and by `ours` (pids)."""
+    by the graph on the state directory, by roles of this file that run without `serve`, and by `ours` (pids)."""
     running, problem = running_graph(config)
     if problem:
         yield "state", problem

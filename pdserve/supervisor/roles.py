@@ -78,7 +78,7 @@ class SupervisedRole(SupervisedProcess):
             env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS_VARIABLE: self._sockets_folder},
             guardian=self.guardian,
             wave=self.wave,
-            # Then the guardian stops the role in its wave. Without a guardian, the role ends by itself.
+            # After the supervisor's death, the guardian stops the role; if it is dead too, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
         )
 

@@ -355,13 +355,13 @@ PROBLEMS = [
     (
         local(("8000", "5601")),
         CPU,
-        "FILE: Graph.kv-port and Frontend.port, each counted up by process, reach port 5601",
+        "FILE: Graph.kv-port and Frontend.port both give port 5601 to a process",
     ),
-    (LOCAL + "Graph: {kv-port: 65535}\n", CPU, "FILE: Graph.kv-port is too high for the ports"),
+    (LOCAL + "Graph: {kv-port: 65535}\n", CPU, "FILE: Graph.kv-port is too high, because some"),
     (
         LOCAL + "Graph: {stream-port: 9001, pages-port: 9002}\n",
         CPU,
-        "FILE: Graph.stream-port and Graph.pages-port, each counted up by process, reach port 9002",
+        "FILE: Graph.stream-port and Graph.pages-port both give port 9002 to a process",
     ),
     (ADAPTERS, machine(ram=16), "The graph needs about "),
     (offload("12GiB"), machine(ram=16), "The graph needs about "),

@@ -28,8 +28,8 @@ def role(
 ) -> int:
     """Run one process of the graph of FILE, on this or another host. It finds the other processes through the etcd and
     NATS that the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory.
-    On SIGTERM or Ctrl-C it finishes its requests and ends with exit code 0; a second one ends it at once. Exit code 1:
-    it failed or hung, and may work after a restart; 2: the configuration is wrong.
+    On SIGTERM or Ctrl-C it finishes its requests and ends with exit code 0; a second one ends it at once. Exit code 2:
+    the configuration is wrong. Any other: it failed, hung or was killed, and may work after a restart.
 
     examples:
       pdserve {command} -f graph.yaml

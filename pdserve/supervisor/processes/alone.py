@@ -31,7 +31,7 @@ heartbeat, because imports may take longer."""
 _DUMP_STACKS = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _FROM_TERMINAL = 0x80
-"""`si_code` of a signal that the kernel sent to the whole foreground group."""
+"""`si_code` of a signal that the kernel sent, as for Ctrl-C."""
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Environment variable of vLLM: the folder for its sockets."""
 _MAX_FOLDER = 107 - len("/pdserve-12345678/123e4567-e89b-12d3-a456-426614174000")

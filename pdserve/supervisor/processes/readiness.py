@@ -1,4 +1,4 @@
-"""Whether roles are ready and healthy, by their registration in etcd, and frontends also by their `/health`."""
+"""Finds out whether roles are ready and healthy: by their registration in etcd, and frontends also by `/health`."""
 
 import asyncio
 import logging
