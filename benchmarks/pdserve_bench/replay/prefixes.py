@@ -3,8 +3,8 @@
     python -m pdserve_bench.replay.prefixes TRACE... [--requests 600] [--seconds 45] [--json FILE]
 
 Each graph has two decode and four prefill workers, or six decode workers. Whole sessions are drawn from each trace, so
-that prefixes stay shared. Lengths are divided by 16. The row `one cache` has the prefix hits of one LRU cache that is
-as large as those of the four prefill workers together.
+that prefixes stay shared. Lengths are divided by 16. The column `one cache` has the prefix hits of one LRU cache with
+as many KV blocks as the four prefill workers together, in the same prompts.
 """
 
 import argparse
@@ -14,11 +14,16 @@ import random
 import sys
 import tempfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from pdserve.config.engine_args.installed import resolve_model
+from pdserve.contract.prefixes import block_names
 from pdserve.observe.tables import show, table
 from pdserve_bench.endpoint import find_endpoint, learn_prompts
 from pdserve_bench.graphs.launch import started
@@ -98,22 +103,18 @@ def drawn(trace: Trace, count: int) -> Trace:
     return replace(trace, requests=tuple(kept))
 
 
-def one_cache(trace: Trace, tokens: int) -> float:
-    """Return the share of prompt tokens that one LRU cache of this size finds."""
-    cache = OrderedDict[int, None]()
-    found = total = 0
-    for request in trace.requests:
-        total += request.input_length
-        hits = 0
-        for block in request.blocks:
-            if block not in cache:
-                break
-            hits += 1
-        found += min(hits * request.block, request.input_length - 1)
-        for block in reversed(request.blocks):
-            cache[block] = None
-            cache.move_to_end(block)
-        while len(cache) > tokens // request.block:
+def one_cache(prompts: Iterable[Sequence[int]], blocks: int) -> float:
+    """Return the share of prompt tokens that one LRU cache of this many blocks finds."""
+    cache, found, total = OrderedDict[bytes, None](), 0, 0
+    for prompt in prompts:
+        names = list(block_names(prompt, BLOCK))
+        reusable = names[: (len(prompt) - 1) // BLOCK]
+        found += BLOCK * sum(1 for _ in takewhile(cache.__contains__, reusable))
+        total += len(prompt)
+        for name in reversed(names):
+            cache[name] = None
+            cache.move_to_end(name)
+        while len(cache) > blocks:
             cache.popitem(last=False)
     return found / total
 
@@ -123,6 +124,7 @@ async def measure(
 ) -> list[dict[str, Any]]:
     """Replay the traces one after the other on a new graph."""
     file = write(graph.sections(), folder / "graph.json")
+    tokenizer = Tokenizer.from_file(str(Path(resolve_model("demo", folder)) / "tokenizer.json"))
     rows = []
     async with started(file, folder, say) as running:
         endpoint = await find_endpoint(running.urls[0], "", {})
@@ -134,6 +136,8 @@ async def measure(
             result = ReplayResult(endpoint, arrivals, SLO, trace.name, 60.0)
             await result.measure()
             figures = result.run.summary(SLO)
+            texts = (str(body(endpoint)["prompt"]) for _, body in arrivals)
+            prompts = [each.ids for each in tokenizer.encode_batch(list(texts))]
             ways = Counter(each.prefill for each in result.finished)
             rows.append(
                 {
@@ -142,6 +146,7 @@ async def measure(
                     "requests": len(arrivals),
                     "failed": figures["failed"],
                     "hits": cached_share(result.finished) or 0.0,
+                    "one cache": one_cache(prompts, PREFILL * CACHE),
                     "remote": ways["remote"] / max(1, len(result.finished)),
                     "ttft p50": 1000 * figures["TTFT p50"],
                     "ttft p99": 1000 * figures["TTFT p99"],
@@ -155,10 +160,7 @@ async def measure(
 
 async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     traces = [drawn(read_trace(file).shrunk(SHRINK).within(LONGEST), args.requests) for file in args.traces]
-    rows = [
-        {"trace": each.name, "graph": "one cache", "hits": one_cache(each, PREFILL * CACHE * BLOCK)}
-        for each in traces
-    ]
+    rows: list[dict[str, Any]] = []
     for graph in GRAPHS:
         if not args.graphs or any(part in graph.name for part in args.graphs):
             with tempfile.TemporaryDirectory(prefix="pdserve-prefixes-") as folder:
