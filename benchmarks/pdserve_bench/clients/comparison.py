@@ -1,5 +1,5 @@
 """Compare the file's graph with plain vLLM in closed loops of N clients. Each client sends a request when it has the
-response to its last one, so that one client shows what a request costs alone.
+response to its last one. With one client, this shows what a lone request costs.
 
 All systems are started once and measured in turn, each count of clients in the order ABBA twice, so that steady drift
 of the machine favours no system. Meanwhile, each idle system uses 2 to 3 % of a core.
@@ -53,8 +53,8 @@ class ClientsComparison:
 
     @property
     def systems(self) -> list[Candidate]:
-        """The file's graph, then one plain vLLM engine (on a CPU, one system for each thread count). Raises
-        ConfigError."""
+        """The file's graph, then plain vLLM (on a CPU, for each thread count) or, with simulated engines, an aggregated
+        graph. Raises ConfigError."""
         if self.maker.here.kind is HardwareKind.GPU:
             raise ConfigError(
                 ["--clients keeps all systems running, for which one machine's GPUs do not suffice."]

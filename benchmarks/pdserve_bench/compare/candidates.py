@@ -43,7 +43,7 @@ class Hardware:
     """How many of `places` a prefill worker takes."""
     decode_width: int = 1
     places: int = 0
-    """What a split divides: GPUs. On a CPU or simulated: workers."""
+    """What a split divides: GPUs; with CPU or simulated engines, workers."""
 
     def __str__(self) -> str:
         noun = {"gpu": "GPU", "cpu": "CPU thread", "sim": "simulated worker"}[self.kind]
@@ -55,7 +55,7 @@ class Candidate:
     name: str
     aggregated: bool
     shape: Shape
-    """Workers in the file that is written if the candidate wins; for plain vLLM, one decode worker."""
+    """Workers of the file that is written if the candidate wins. Plain vLLM becomes one decode worker."""
     system: System
     split: str = ""
     """`1P+1D`, or the number of engines."""

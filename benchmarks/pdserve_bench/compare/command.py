@@ -68,7 +68,7 @@ def compare(
       pdserve compare -f graph.yaml                       nine minutes, on this machine
       pdserve compare -f graph.yaml --rate 2 --ttft 300ms --gap 50ms --json answer.json
       pdserve compare -f graph.yaml --trace users.jsonl --minutes 40 --write best.yaml
-      pdserve compare -f graph.yaml --clients 1,8,32 --minutes 6      what is lost when one client is alone?
+      pdserve compare -f graph.yaml --clients 1,8,32 --minutes 6      what does a lone client lose?
     """
     check_outputs(json, write)
     if clients:

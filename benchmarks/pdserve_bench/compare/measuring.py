@@ -21,7 +21,7 @@ from pdserve_bench.progress import begin
 
 START_SECONDS = {HardwareKind.CPU: 40.0, HardwareKind.GPU: 120.0, HardwareKind.SIM: 15.0}
 LEAST_REQUESTS = 30
-"""Judged requests that a candidate needs at its carried and its broken rate to be recommended."""
+"""Requests that must be judged at the carried and at the broken rate before a candidate is recommended."""
 _LEAST, _MOST = 4.5, 20.0
 """Bounds of a probe's length in seconds."""
 _PROBES = 6

@@ -33,7 +33,7 @@ SIMULATED = simulated(
     decode={"max-num-seqs": 32},
     common={"num-gpu-blocks-override": 8192},
 )
-"""As slow as real engines without a GPU: a greedy response takes half a minute."""
+"""As slow as real engines without a GPU: a response of `OUTPUT` tokens takes half a minute."""
 MAX_EXTRA_WAIT = 1.0
 """By how many seconds attackers may prolong the canary's longest wait for a token."""
 QUIET_SECONDS = 20.0
@@ -41,7 +41,7 @@ QUIET_SECONDS = 20.0
 FRONTENDS = 2
 CANARY = "the client beside"
 OUTPUT = 1500
-"""Tokens of each greedy response, if the model's context allows."""
+"""Tokens of a long response, if the model's context allows."""
 PATIENCE = 60.0
 """Timeout of an attacker's request in seconds."""
 NICE = 10

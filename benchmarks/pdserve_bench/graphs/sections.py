@@ -40,7 +40,7 @@ def read_sections(file: Path) -> Sections:
 
 
 def with_model(sections: Sections, model: str) -> Sections:
-    """Set the model in all sections that have one, because a relative path in them counts from the user's file."""
+    """Set the model in all sections that have one: a relative path would be wrong in a file elsewhere."""
     found = copy.deepcopy(sections)
     for section in found.values():
         if any(kebab(name) == "model" for name in section):

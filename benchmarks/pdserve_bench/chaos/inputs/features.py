@@ -48,7 +48,7 @@ class Trial:
     key: str = ""
     """Key of the graph's file that enables the feature."""
     series: tuple[str, ...] = ()
-    """Words that are all in the line of a metric that grows while the feature is used."""
+    """Words of a metric's line. The metric grows while the feature is used."""
 
 
 async def play(scene: Scene, feature: Trial) -> float | None:
@@ -257,7 +257,7 @@ _kill_decode = partial(harm, target=Target.DECODE, how=Harm.KILL)
 _kill_prefill = partial(harm, target=Target.PREFILL, how=Harm.KILL)
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 _HOST = {"kv-offload": "512MiB", "num-gpu-blocks-override": 450}
-"""Prefix cache for 14,400 tokens, enough for all running requests; host memory for 70,000 tokens of the demo model."""
+"""Prefix cache for all running requests (14,400 tokens with blocks of 32), and several times as much host memory."""
 _ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 _FROM_HOST = ("vllm:prompt_tokens_cached_by_source_total", 'source="host"')
 _CONVERSATIONS = Trial(_conversations, _kill_decode, all, _begin_conversations, "kv-offload", _FROM_HOST)

@@ -21,7 +21,7 @@ from pdserve_bench.graphs.clusters import Clusters, EtcdMember, NatsMember, addr
 from pdserve_bench.graphs.launch import StartedGraph, started
 
 MAJORITY_HOLDS = 2.5
-"""Outage of the majority in units of --hold (default: 30 s)."""
+"""Outage of the majority in units of --hold: 30 s by default."""
 CHECKED_REQUESTS = 24
 """Requests after the recovery that are checked for remote prefill."""
 MIN_REMOTE_SHARE = 0.4
