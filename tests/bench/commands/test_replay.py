@@ -8,6 +8,7 @@ from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.measure.slo import Slo
 from pdserve_bench.measure.trace import read_trace
+from pdserve_bench.replay.prefixes import one_cache
 from pdserve_bench.replay.result import ReplayResult
 from pdserve_bench.replay.sample import Sample
 
@@ -127,3 +128,8 @@ async def test_the_command_replays_a_trace_at_a_given_server(tmp_path: Path) -> 
     assert "1 left out: without an answer, or too long" in out
     assert "Over time" in out
     assert "2 requests, about 0 s" in err
+
+
+@pytest.mark.parametrize(("blocks", "found"), [(2, 32), (1, 16)])
+def test_one_cache_finds_whole_blocks_and_drops_the_ends_of_prompts_first(blocks: int, found: int) -> None:
+    assert one_cache([range(40), range(40)], blocks) == found / 80
