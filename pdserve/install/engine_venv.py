@@ -35,6 +35,8 @@ _NO_SOLUTION = 1
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _AGAIN = "run it again, and it continues where it stopped"
 _EXTRA_INDEXES = "UV_EXTRA_INDEX_URL"
+_NO_INDEX = "--no-index"
+"""uv has no environment variable for this."""
 
 
 class InstallStep(NamedTuple):
@@ -160,6 +162,8 @@ def _uv_install(folder: Path) -> list[str]:
     """Return the `uv pip install` command, without settings (`uv.toml`) of the current folder, which may be another
     user's."""
     where = [f"--project={folder}", f"--python={python_of(folder)}"]
+    if _pip_options(folder)["no-index"][-1:] not in ([], ["0"], ["false"], ["no"], ["off"]):
+        where.append(_NO_INDEX)
     return [_uv(folder), "pip", "install", *where, "--no-deps", "--index-strategy=unsafe-best-match"]
 
 
@@ -182,8 +186,10 @@ def _uv(folder: Path) -> str:
 
 def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
     """Return environment variables that add pip's package sources to uv's own, and PyTorch's index if no source has
-    torch's CPU build."""
+    torch's CPU build. Without indexes (PIP_NO_INDEX), wheel folders are the only sources."""
     sources = pip_settings(folder)
+    if _NO_INDEX in uv:
+        return sources
     if platform == "gpu":
         # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.
         sources.pop("UV_FIND_LINKS", None)
@@ -198,16 +204,21 @@ def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
 def pip_settings(folder: Path) -> dict[str, str]:
     """Return pip's package sources, which uv does not read, as environment variables of uv that are not set yet. In a
     command line, every user of the host could read a URL's password."""
-    listed, found = _pip_config(folder), defaultdict[str, list[str]](list)
-    for section in ("global", "install", ":env:"):  # of index-url, the last one counts
-        for name, value in re.findall(rf"^{section}\.([a-z-]+)=(.+)$", listed, re.MULTILINE):
-            found[name] += ast.literal_eval(value).split()
+    found = _pip_options(folder)
     sources = {
         "UV_FIND_LINKS": ",".join(found["find-links"]),
         "UV_INDEX_URL": "".join(found["index-url"][-1:]),
         _EXTRA_INDEXES: " ".join(found["extra-index-url"]),
     }
     return {name: value for name, value in sources.items() if value and name not in os.environ}
+
+
+def _pip_options(folder: Path) -> defaultdict[str, list[str]]:
+    listed, found = _pip_config(folder), defaultdict[str, list[str]](list)
+    for section in ("global", "install", ":env:"):  # of index-url, the last one counts
+        for name, value in re.findall(rf"^{section}\.([a-z-]+)=(.+)$", listed, re.MULTILINE):
+            found[name] += ast.literal_eval(value).split()
+    return found
 
 
 def _pip_config(folder: Path) -> str:

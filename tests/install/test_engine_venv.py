@@ -240,3 +240,30 @@ def test_the_torch_index_is_added_only_if_no_source_has_torch(
         sources = engine_venv._sources(folder, uv, "cpu")
         assert ("download.pytorch.org" in str(sources)) == elsewhere
         assert ("no configured source has torch" in capsys.readouterr().err) == elsewhere
+
+
+@pytest.mark.parametrize("no_index", ["1", "0"])
+def test_without_indexes_wheel_folders_are_the_only_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_index: str
+) -> None:
+    """Without the internet no index is asked, PyTorch's neither, and a GPU's wheels come from the folder too."""
+    for name in (
+        "PIP_INDEX_URL",
+        "PIP_EXTRA_INDEX_URL",
+        "UV_INDEX_URL",
+        "UV_EXTRA_INDEX_URL",
+        "UV_FIND_LINKS",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": no_index,
+        "PIP_FIND_LINKS": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    venv.create(folder := tmp_path / "env")
+    uv = engine_venv._uv_install(folder)
+    assert ("--no-index" in uv) == (no_index == "1")
+    if no_index == "1":
+        for platform in ("cpu", "gpu"):
+            assert engine_venv._sources(folder, uv, platform) == {"UV_FIND_LINKS": str(tmp_path)}
