@@ -16,6 +16,7 @@ from pdserve.config.engine_args.arguments import arguments, canonical
 from pdserve.config.engine_args.removed import is_vllm_config, removed
 from pdserve.config.files.yaml_tree import read_documents
 from pdserve.config.schema import kebab
+from pdserve.config.sections import KINDS
 from pdserve.convert.shell import Unset, commands_of, script_in, substituted
 from pdserve.util.errors import ConfigError
 
@@ -111,6 +112,8 @@ def servers_of(source: str) -> list[Server]:
         text = "is nested too deeply, or has an alias to a mapping that contains the alias"
         raise ConfigError([f"{source} {text}."]) from None
     if all(server.role == "frontend" for server in found):
+        if any(name in KINDS for document in documents for name in document):
+            raise ConfigError([f"{source} is a graph already: pdserve serve -f {source}"])
         text = "it has no command of vLLM. For a Helm chart, use the output of `helm template`."
         raise ConfigError([f"{source} starts no vLLM server: {text}"])
     return found

@@ -128,6 +128,7 @@ def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
     listed = [
         *_outages(state, processes),
         *_processes(processes, _lost(state.receipts), state.gone, etcd_away),
+        *_without_frontend(processes),
         *_of_each_model(state, processes),
         *_requests(state, processes),
         *_links(processes),
@@ -239,6 +240,12 @@ def _process(node: Node, why_lost: Sequence[str], etcd_away: bool) -> Problem | 
     if why_lost:
         return Problem("warn", f"{name} lost {count(len(why_lost), 'request')}: {_most(why_lost)}", [name])
     return None
+
+
+def _without_frontend(processes: Sequence[Node]) -> Iterator[Problem]:
+    """A frontend that is down has its own problem."""
+    if processes and not any(node.role is Role.FRONTEND for node in processes):
+        yield Problem("bad", "no frontend is registered: clients reach nothing", advice="start a frontend")
 
 
 def _of_each_model(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:

@@ -108,6 +108,9 @@ STATES = {
     "bad: prefill-1 is stalled: its engine neither replies nor computes, it gets no new requests": state(
         instances=[*ALL[:-1], replace(PREFILL[1], stalled=True)]
     ),
+    "bad: no frontend is registered: clients reach nothing": state(
+        slots=[SlotState("none", Role.PREFILL)], instances=ALL[1:]
+    ),
     "info: frontend-0 is draining: it takes no new requests": state(  # it has left the registry
         slots=[replace(SLOTS[0], state="draining")], instances=ALL[1:]
     ),
