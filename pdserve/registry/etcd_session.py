@@ -15,6 +15,8 @@ from pdserve.security.credentials import CERTIFICATE_NAME, Credentials
 
 # without gRPC's fork handlers, which disturb a supervisor that starts processes
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# without a line on stderr for each failed handshake: reasons are reported once
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import aetcd
 import aetcd.rpc as rpc
@@ -37,6 +39,7 @@ FULL = (
     "`etcdctl alarm disarm`"
 )
 """Why etcd refuses writes and leases until the alarm is disarmed, even after space was freed."""
+FOREIGN = "its certificate is not of this graph's credentials"
 UNMET = "a key that it depends on has changed"
 """Why a conditional write was refused: its condition was false."""
 
@@ -236,6 +239,8 @@ def _describe(error: BaseException) -> str:
     details = error.details() if isinstance(error, rpc.AioRpcError) else str(error)
     if details and "database space exceeded" in details:
         return FULL
+    if details and "CERTIFICATE_VERIFY_FAILED" in details:
+        return FOREIGN
     return (details or type(error).__name__).partition("\n")[0]
 
 
