@@ -7,7 +7,8 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from subprocess import PIPE, Popen
+from signal import SIGKILL
+from subprocess import DEVNULL, PIPE, Popen
 
 import httpx
 import msgspec
@@ -17,6 +18,7 @@ from pdserve.cli.find import GraphAddress, NoGraph, view_of
 from pdserve.cli.operate import hosts
 from pdserve.cli.operate.hosts import Finding, check_hosts, decoded
 from pdserve.cli.operate.status import _states
+from pdserve.cli.setup.credentials import make_credentials
 from pdserve.cli.setup.doctor import check_etcd, check_graph, check_moment, check_nats
 from pdserve.config.load import load
 from pdserve.config.schema import Config
@@ -121,6 +123,36 @@ async def test_the_documented_commands_make_room_in_a_full_etcd(
         shell = await asyncio.create_subprocess_exec("bash", "-euc", commands, env={"PATH": os.defpath})
         assert await shell.wait() == 0
         assert (await of_etcd(server.url, credentials))[0].grade == "ok"
+
+
+async def test_the_printed_commands_start_servers_of_the_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 10.0)
+    made = tmp_path / "made"
+    assert make_credentials(made) == 0
+    _, printed = capsys.readouterr().out.split("starts them again:\n")
+    nats, client, peer = (str(free_port("127.0.0.1")) for _ in range(3))
+    for theirs, own in {"--port 4222": f"--port {nats}", ":2379": f":{client}"}.items():
+        assert theirs in printed
+        printed = printed.replace(theirs, own)
+    peers = f"etcd --listen-peer-urls http://127.0.0.1:{peer} --data-dir"
+    script = printed.replace("etcd --data-dir", peers).replace("\n     etcd", " &\n     etcd") + "     wait\n"
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.defpath}", "ADDRESS": "127.0.0.1"}
+    shell = await asyncio.create_subprocess_exec(
+        "bash", "-euc", script, cwd=tmp_path, env=env, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+    )
+    try:
+        own = Credentials(made)
+        await until(lambda: _answers(own, f"nats://127.0.0.1:{nats}", f"127.0.0.1:{client}"), 60)
+    finally:
+        os.killpg(shell.pid, SIGKILL)
+        await shell.wait()
+
+
+async def _answers(own: Credentials, nats: str, etcd: str) -> bool:
+    found = [*await check_nats(nats, own), *await of_etcd(etcd, own)]
+    return all(finding.grade == "ok" for finding in found)
 
 
 async def test_servers_accept_only_their_own_credentials(

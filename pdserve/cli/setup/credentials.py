@@ -52,10 +52,13 @@ Made {made.folder}. Keep it secret: it gives access to the graph.
 2. Name it in the graph's YAML on each host (or with PDSERVE_CREDENTIALS):
      Security:
        credentials: {made.folder}
-3. Give your own NATS and etcd the same files (deploy/docker-compose.yml shows all settings):
+3. Give your own NATS and etcd the same files, as deploy/docker-compose.yml does. With ADDRESS set, and run by what
+   starts them again:
      echo 'max_payload: 8MB' > nats.conf  # NATS has no flag for this; 1 MB is too small for the longest prompts
-     nats-server --config nats.conf --jetstream --tls --tlsverify \\
-       --tlscert {made.certificate} --tlskey {made.key} --tlscacert {made.authority} ...
-     etcd --client-cert-auth --cert-file {made.certificate} --key-file {made.key} --trusted-ca-file {made.authority} \\
-       --listen-client-urls https://ADDRESS:2379 --advertise-client-urls https://ADDRESS:2379 ...  # not http
+     nats-server --config nats.conf --addr $ADDRESS --port 4222 --jetstream --store_dir nats --tls --tlsverify \\
+       --tlscert {made.certificate} --tlskey {made.key} --tlscacert {made.authority}
+     etcd --data-dir etcd --auto-compaction-mode revision --auto-compaction-retention 1000 \\
+       --quota-backend-bytes 1073741824 --client-cert-auth \\
+       --cert-file {made.certificate} --key-file {made.key} --trusted-ca-file {made.authority} \\
+       --listen-client-urls https://$ADDRESS:2379 --advertise-client-urls https://$ADDRESS:2379
 """
