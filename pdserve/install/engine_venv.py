@@ -35,8 +35,7 @@ _NO_SOLUTION = 1
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _AGAIN = "run it again, and it continues where it stopped"
 _EXTRA_INDEXES = "UV_EXTRA_INDEX_URL"
-_NO_INDEX = "--no-index"
-"""uv has no environment variable for this."""
+_NO_INDEX = "--no-index"  # uv has no variable for it
 
 
 class InstallStep(NamedTuple):

@@ -135,12 +135,10 @@ def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
         *_fallbacks(state.receipts),
     ]
     listed.sort(key=lambda problem: ("bad", "warn", "info").index(problem.level))
-    if len(listed) <= MAX_PROBLEMS:
-        return listed
-    return [
-        *listed[: MAX_PROBLEMS - 1],
-        Problem(listed[MAX_PROBLEMS - 1].level, f"and {len(listed) - MAX_PROBLEMS + 1} more problems"),
-    ]
+    if len(listed) > MAX_PROBLEMS:
+        more = f"and {len(listed) - MAX_PROBLEMS + 1} more problems"
+        listed[MAX_PROBLEMS - 1 :] = [Problem(listed[MAX_PROBLEMS - 1].level, more)]
+    return listed
 
 
 def _node(slot: SlotState, now: float) -> Node:
@@ -243,7 +241,6 @@ def _process(node: Node, why_lost: Sequence[str], etcd_away: bool) -> Problem | 
 
 
 def _without_frontend(processes: Sequence[Node]) -> Iterator[Problem]:
-    """A frontend that is down has its own problem."""
     if processes and not any(node.role is Role.FRONTEND for node in processes):
         yield Problem("bad", "no frontend is registered: clients reach nothing", advice="start a frontend")
 

@@ -102,4 +102,4 @@ def test_timeouts_of_systemd_are_longer_than_those_of_a_role() -> None:
     assert int(setting(COMMON, "WatchdogSec")) > HANGS_AFTER
     assert setting(COMMON, "KillMode") == "mixed"
     variables = set(re.findall(r"^#?(PDSERVE_\w+)=", (FOLDER / "env").read_text(), re.M))
-    assert variables <= {*VARIABLES, "PDSERVE_API_KEYS"}
+    assert variables <= {*VARIABLES, "PDSERVE_API_KEYS", "PDSERVE_ENGINE"}
