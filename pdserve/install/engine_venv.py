@@ -35,7 +35,6 @@ _NO_SOLUTION = 1
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _AGAIN = "run it again, and it continues where it stopped"
 _EXTRA_INDEXES = "UV_EXTRA_INDEX_URL"
-_NO_INDEX = "--no-index"  # uv has no variable for it
 
 
 class InstallStep(NamedTuple):
@@ -162,7 +161,7 @@ def _uv_install(folder: Path) -> list[str]:
     user's."""
     where = [f"--project={folder}", f"--python={python_of(folder)}"]
     if _pip_options(folder)["no-index"][-1:] not in ([], ["0"], ["false"], ["no"], ["off"]):
-        where.append(_NO_INDEX)
+        where.append("--no-index")  # uv has no variable for it
     return [_uv(folder), "pip", "install", *where, "--no-deps", "--index-strategy=unsafe-best-match"]
 
 
@@ -187,12 +186,9 @@ def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
     """Return environment variables that add pip's package sources to uv's own, and PyTorch's index if no source has
     torch's CPU build. Without indexes (PIP_NO_INDEX), wheel folders are the only sources."""
     sources = pip_settings(folder)
-    if _NO_INDEX in uv:
-        return sources
-    if platform == "gpu":
+    if "--no-index" in uv or platform == "gpu":
         # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.
-        sources.pop("UV_FIND_LINKS", None)
-        return sources
+        return {each: sources[each] for each in sources if each != "UV_FIND_LINKS" or "--no-index" in uv}
     torch = [*uv, "--dry-run", f"torch=={_locked_version('torch')}"]
     if subprocess.run(torch, env=os.environ | sources, capture_output=True).returncode == _NO_SOLUTION:
         say(f"no configured source has torch's CPU build: adding {_TORCH_INDEX}")

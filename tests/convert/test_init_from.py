@@ -256,7 +256,7 @@ def test_a_manifest_that_contains_a_graph_is_converted(tmp_path: Path) -> None:
         ("run.sh", "echo hello\n", "starts no vLLM server: there is no `vllm serve` in it."),
         ("pod.yaml", "kind: Pod\nspec: {containers: [{image: nginx}]}\n", "starts no vLLM server"),
         ("bad.yaml", "a: [", "this is not YAML"),
-        ("disagg.yaml", "VllmWorker: {model: demo}\n", r"is a graph already: pdserve serve -f .*disagg\.yaml"),
+        ("own.yaml", "VllmWorker: {model: demo}\n", r"is a graph already: pdserve serve -f .*own\.yaml"),
     ],
 )
 def test_sources_without_a_server_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
