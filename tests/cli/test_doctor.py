@@ -129,8 +129,7 @@ async def test_the_printed_commands_start_servers_of_the_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 10.0)
-    made = tmp_path / "made"
-    assert make_credentials(made) == 0
+    assert make_credentials(made := tmp_path / "made") == 0
     _, printed = capsys.readouterr().out.split("starts them again:\n")
     nats, client, peer = (str(free_port("127.0.0.1")) for _ in range(3))
     printed = printed.replace("port 4222", f"port {nats}").replace(":2379", f":{client}")
@@ -141,15 +140,14 @@ async def test_the_printed_commands_start_servers_of_the_credentials(
         "bash", "-euc", script, cwd=tmp_path, env=env, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
     )
     try:
-        own = Credentials(made)
-        await until(lambda: _answers(own, f"nats://127.0.0.1:{nats}", f"127.0.0.1:{client}"), 60)
+        await until(lambda: _answers(made, f"nats://127.0.0.1:{nats}", f"127.0.0.1:{client}"), 60)
     finally:
         os.killpg(shell.pid, SIGKILL)
         await shell.wait()
 
 
-async def _answers(own: Credentials, nats: str, etcd: str) -> bool:
-    found = [*await check_nats(nats, own), *await of_etcd(etcd, own)]
+async def _answers(made: Path, nats: str, etcd: str) -> bool:
+    found = [*await check_nats(nats, Credentials(made)), *await of_etcd(etcd, Credentials(made))]
     return all(finding.grade == "ok" for finding in found)
 
 
