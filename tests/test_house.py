@@ -444,7 +444,7 @@ ROOMS = {
     "util": 410,
 }
 """Maximum lines of each room of the package: its size on 2026-11-28 plus 5 %."""
-BESIDE = {"benchmarks": 13400, "tests": 42800, "tools": 2400}
+BESIDE = {"benchmarks": 13400, "tests": 42850, "tools": 2400}
 """Maximum lines of the folders beside the package."""
 WORDS, RECORD = 22000, 250
 """Maximum words of docs/ without the decisions, and of one decision record."""
