@@ -24,7 +24,7 @@ _GROWS = {
 MIDDLE = "in the middle"
 """Key of `events_of`'s result: each output's chunks without role and finish."""
 CLOSE = 0.002
-"""Logprobs that differ by at most this count as equal."""
+"""Maximum difference of logprobs that count as equal."""
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
 

@@ -98,7 +98,7 @@ def alone(url: str, request: Request) -> Answer:
 
 
 def _shaped(path: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """Convert an error of vLLM to the format of the route. (docs/api.md lists both other formats.)"""
+    """Convert vLLM's two other formats of errors, which docs/api.md lists, to the format of the route."""
     body, status = answer["body"], answer["status"]
     if status == 400 and isinstance(body, dict) and "detail" in body:
         error = {"message": body["detail"], "type": "BadRequestError", "param": None, "code": status}

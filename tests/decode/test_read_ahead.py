@@ -1,4 +1,4 @@
-"""Workers on simulated engines read KV while the rest of its prompt is computed. `tests/kv/read_ahead` and
+"""Workers on simulated engines read a prompt's KV while the rest of the prompt is computed. `tests/kv/read_ahead` and
 `tests/engine` test that the KV is used only after the prefill is done."""
 
 import msgspec

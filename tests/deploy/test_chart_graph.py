@@ -134,7 +134,7 @@ def test_grace_periods_of_pods_cover_drain_and_kv_lease(pods: Pods) -> None:
 
 
 def test_a_worker_that_spans_hosts_is_a_leaderworkerset(tmp_path: Path, credentials: Credentials) -> None:
-    """Each pod learns by its labels which host of which worker it is, and has the GPUs of its own ranks."""
+    """Each pod learns from its labels which host of which worker it is, and has the GPUs of its own ranks."""
     pods = Pods("hosts", tmp_path, credentials)
     assert set(pods.rendering.of("Deployment")) == {"pdserve-frontend", "pdserve-prefill"}
     spec = pods.rendering.of("LeaderWorkerSet")["pdserve-decode"]["spec"]

@@ -46,7 +46,7 @@ def put(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_the_same_files_in_another_folder_at_another_time_are_equal(model: Path, tmp_path: Path) -> None:
+def test_copied_files_have_the_same_fingerprint(model: Path, tmp_path: Path) -> None:
     before = of(model)
     copy = Path(shutil.copytree(model, tmp_path / "on another host" / "m"))
     os.utime(copy / "config.json", (0, 0))
@@ -62,7 +62,7 @@ def test_the_same_files_in_another_folder_at_another_time_are_equal(model: Path,
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 )
-def test_a_changed_byte_of_a_small_file_differs(model: Path, name: str) -> None:
+def test_a_changed_byte_of_a_small_file_changes_the_fingerprint(model: Path, name: str) -> None:
     before = of(model)
     middle = (model / name).stat().st_size // 2
     put(model / name, middle, bytes([(model / name).read_bytes()[middle] ^ 1]))
@@ -72,7 +72,7 @@ def test_a_changed_byte_of_a_small_file_differs(model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("tensor", [0, 17, 39])
-def test_a_change_in_any_tensor_of_large_weights_differs(model: Path, tensor: int) -> None:
+def test_any_tensor_of_large_weights_changes_the_fingerprint(model: Path, tensor: int) -> None:
     path = large(model)
     before = of(model)
     data = path.stat().st_size - 40 * (1 << 20)
@@ -80,7 +80,7 @@ def test_a_change_in_any_tensor_of_large_weights_differs(model: Path, tensor: in
     assert of(model) != before
 
 
-def test_a_change_in_large_weights_of_another_format_differs(model: Path) -> None:
+def test_large_weights_of_another_format_change_the_fingerprint(model: Path) -> None:
     (model / "model.safetensors").unlink()
     path = model / "pytorch_model.bin"
     path.touch()
@@ -112,7 +112,7 @@ def test_a_file_without_a_safetensors_header_is_no_error(model: Path) -> None:
         {"spec_model": "a/draft"},
     ],
 )
-def test_arguments_that_change_kv_differ(model: Path, change: dict[str, object]) -> None:
+def test_arguments_that_change_kv_change_the_fingerprint(model: Path, change: dict[str, object]) -> None:
     assert of(model, **change) != of(model)
 
 
@@ -126,7 +126,7 @@ def test_other_arguments_do_not_change_the_fingerprint(model: Path) -> None:
     assert of(model, spec_method="ngram", speculative_config={"num_speculative_tokens": 3}) == before
 
 
-def test_seeds_of_dummy_weights_and_versions_of_vllm_differ(model: Path) -> None:
+def test_the_seed_of_dummy_weights_and_vllms_version_change_the_fingerprint(model: Path) -> None:
     dummy = of(model, load_format="dummy", seed=1)
     assert dummy != of(model, load_format="dummy", seed=2)
     assert fingerprint(str(model), ARGS, "0.33.0") != of(model)

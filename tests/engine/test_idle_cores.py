@@ -1,4 +1,4 @@
-"""On the CPU, a step of prompts only has more threads than the plan gives if cores are idle."""
+"""On the CPU, a step without decoding uses idle cores beside the threads that the plan gives it."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -46,7 +46,7 @@ def repeating(length: int) -> list[int]:
 @pytest.mark.parametrize("length", [1, 32, 33, 500, 3000])
 async def test_the_tokens_are_those_of_an_engine_without_speculation(pair: Engines, length: int) -> None:
     prompt = repeating(length)
-    if length not in EXPECTED:  # the n-gram pair is first
+    if length not in EXPECTED:  # in the n-gram pair, which is first, the prefill engine does not speculate
         await pair.prefill.engine.generate(f"plain-{length}", prompt, body(TOKENS), None)
         EXPECTED[length] = await pair.prefill.end(f"plain-{length}")
         assert len(pair.prefill.outputs[f"plain-{length}"]) == TOKENS, "a token in each step"

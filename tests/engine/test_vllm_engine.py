@@ -245,7 +245,7 @@ async def two_engines(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for variable, value in ENVIRONMENT.items():
             patch.setenv(variable, value)
-        # a socket's path may have 107 characters
+        # a socket's path may have at most 107 characters
         patch.setenv("VLLM_RPC_BASE_PATH", stack.enter_context(TemporaryDirectory(prefix="pdserve-")))
         readers = await stack.enter_async_context(TaskOwner())
         for part, role, more in zip(("decode", "prefill"), roles, (decode, prefill), strict=True):
@@ -303,7 +303,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 async def test_engine_processes_are_as_planned_and_work_around_faults(pair: Engines, recorded: Path) -> None:
-    """Each worker asks for AMX before it loads the model. An engine with one rank computes in its core process. The
+    """Each engine asks for AMX before it loads the model. An engine with one rank computes in its core process. The
     ranking of logprobs is not compiled, because all requests would wait for the compilation."""
     planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
     assert {driven.engine.facts.kv_blocks for driven in (pair.decode, pair.prefill)} == {planned.blocks}
@@ -446,7 +446,7 @@ async def test_the_first_token_follows_the_sampling_parameters(pair: Engines, ca
 
 
 async def test_a_seed_gives_the_same_tokens_in_one_step_and_in_two(pair: Engines) -> None:
-    """On a CPU, vLLM's engine died of a prompt with a seed that took two steps."""
+    """On a CPU, vLLM's engine died if a request had a seed and its prompt took two steps."""
     prompt, wanted = prompt_of(3000, seed=24), sampled(temperature=1.0, seed=7)
     two = await pair.decode.answer("two steps", prompt, wanted)
     one = await pair.decode.answer("one step", prompt, wanted)  # most of the prompt is cached

@@ -51,7 +51,7 @@ def _has_ended(pid: int | None) -> bool:
     ("number", "crashed"),
     [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGSEGV, True), (0, True)],
 )
-async def test_a_core_ends_with_its_first_rank_and_its_status_says_how(
+async def test_a_core_ends_when_a_rank_ends_and_its_status_says_how(
     number: int, crashed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api.MultiprocExecutor, "start_worker_monitor", None)

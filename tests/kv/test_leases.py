@@ -27,7 +27,7 @@ def test_kv_is_held_from_the_prompts_arrival_to_the_end_of_its_lease() -> None:
     assert not leases.is_held("p"), "a rank reported its read after another rank reported the lease's end"
 
 
-def test_kv_that_was_freed_because_it_was_read_counts_as_held_for_a_while() -> None:
+def test_the_latest_kv_that_was_read_still_counts_as_held() -> None:
     leases = Leases()
     for number in range(REMEMBERED + 1):
         leases.begin(f"p{number}")

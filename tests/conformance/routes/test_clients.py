@@ -62,7 +62,7 @@ def call(method: str, **asked: Any) -> Use:
 
 
 def helped(method: str, final: str, **asked: Any) -> Use:
-    """Use the client's own stream helper, for the kinds of its events and its result."""
+    """Return a function that runs the client's own stream helper and returns its kinds of events and its result."""
 
     def use(client: Any) -> Any:
         with call(method, **asked)(client) as stream:

@@ -61,7 +61,7 @@ async def test_a_worker_with_a_broken_side_channel_is_avoided_for_a_time(
 async def test_a_read_counts_for_the_worker_that_has_the_kv(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
 ) -> None:
-    """After the answer comes the message of another worker that began the prompt, too."""
+    """Another worker began the prompt, too. Its message comes after the answer."""
     graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.5)
     request = await frontend.submit(LONG)
     await until(lambda: any(each.phase is Phase.RUNNING for each in graph.decode.requests))
@@ -71,10 +71,9 @@ async def test_a_read_counts_for_the_worker_that_has_the_kv(
     assert {name: link.pulls for name, link in links(graph).items()} == {prefill.id: 1, other.name: 0}
 
 
-async def test_two_slow_transfers_make_a_link_slow(
+async def test_slow_transfers_change_the_reported_speed_of_a_link(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
 ) -> None:
-    """Earlier ones were fast."""
     for number in range(3):
         await frontend.ask([number, *LONG])
     before = links(graph)["prefill-0"]
@@ -86,7 +85,7 @@ async def test_two_slow_transfers_make_a_link_slow(
     assert (after.bytes_per_second or 0) < (before.bytes_per_second or 0)
 
 
-async def test_no_link_remains_of_a_worker_that_leaves_during_a_request(
+async def test_no_metric_remains_of_a_worker_that_leaves_during_a_request(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     """The request falls back to local prefill just after the decode worker has dropped the link."""

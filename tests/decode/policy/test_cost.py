@@ -63,7 +63,7 @@ def test_a_local_prompt_waits_for_earlier_prompts_and_delays_streams() -> None:
     ],
     ids=["idle", "queued", "queued and pulled", "two workers", "one is busy", "slow", "fast and slow"],
 )
-def test_prefill_workers_share_the_prompts_before_a_prompt(
+def test_prefill_workers_share_the_prompts_ahead(
     queued: float, remote: Sequence[tuple[float, float]], wait: float, compute: float
 ) -> None:
     costs = found(queued=queued, remote=remote)

@@ -33,7 +33,7 @@ def hop(answered: Answered, name: str) -> Any:
     return next(hop for hop in answered.placed.hops if hop.name == name)
 
 
-async def test_prompts_go_where_the_prompts_before_were_computed(
+async def test_a_prompt_goes_to_the_worker_that_computed_its_prefix(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     prefill = [await graph.prefill(f"prefill-{number}", **SLOW) for number in range(2)]

@@ -28,7 +28,7 @@ from pdserve.decode.scheduling.prefill_slots import PromptSlots
                 "-a1 a3:10 | greedy1 b1 c1 d1 a3",
                 "-greedy1 | b1 c1 d1 a3 greedy2 e1 a2",
             ],
-            id="very short prompts pass, one per client without prompts in the engine, four at a time",
+            id="four very short prompts pass a long one, each of a client without another in the engine",
         ),
         pytest.param(
             ["long:5000 ~batch:10 b:100 | long", "-long | b", "-b | ~batch"],

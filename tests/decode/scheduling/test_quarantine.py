@@ -15,7 +15,7 @@ from pdserve.decode.scheduling.quarantine import Quarantine
         pytest.param(["a b c | abc"], id="requests without suspicion run together"),
         pytest.param(
             ["a b X Y c d | ab", "-a | ab", "-b | abX", "-X | abXY", "-Y | abXYcd"],
-            id="a suspect waits for requests without a token, and later requests for the suspect",
+            id="a suspect waits for earlier requests to get a token; later requests wait for suspects",
         ),
         pytest.param(
             ["X Y Z a | X", "!Y | X", "!X | XZ", "-Z -Z | XZa"],

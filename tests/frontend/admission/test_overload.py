@@ -1,4 +1,4 @@
-"""Floods of requests at decode workers, most with a simulated engine."""
+"""Many requests at once, for a simulated engine or for decode workers without engines."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ def flood(graph: Graph, count: int, **changes: Any) -> "list[asyncio.Task[httpx.
     return [asyncio.create_task(complete(graph, **asked)) for _ in range(count)]
 
 
-async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
+async def test_a_polite_client_does_not_wait_for_a_flood(graph: Graph) -> None:
     other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
     async with (
         worker(graph) as engine,
@@ -48,7 +48,7 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
             answer = await polite.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
             assert answer.status_code == 200
             assert engine.usage.running + engine.usage.waiting <= SLOTS
-        assert len(admission) > 10  # the polite client did not wait for the flood
+        assert len(admission) > 10
         answers = await asyncio.gather(*crowd)
         assert not len(admission)
         assert await engine.all_blocks_free()
@@ -136,7 +136,8 @@ async def test_a_client_that_disconnects_ends_its_waiting_sequences(graph: Graph
 
 
 async def test_a_prompt_beyond_the_context_counts_as_no_more_tokens_than_the_context(graph: Graph) -> None:
-    """It is refused once it is tokenized. Requests behind it would be refused for a wait that it never causes."""
+    """The prompt is refused once it is tokenized. If all its tokens counted, requests behind it
+    would be refused, although they need not wait for it."""
     async with worker(graph):
         model = graph.models.find(NAME)
         crowd = flood(graph, SLOTS + 1, max_tokens=200)

@@ -1,4 +1,4 @@
-"""Blocks that were read ahead are used only if they hold the prompt's KV, and are free only when no read may still
+"""Blocks that were read ahead are used only if they hold the prompt's KV, and are freed only when no read can still
 write into them."""
 
 from collections.abc import Iterable
