@@ -52,7 +52,7 @@ class Memory:
     adapters: int = 0
     """LoRA buffers in the layers."""
     kv_space: int | None = None
-    """KV cache. Negative: everything else alone does not fit. None: unknown, as the GPU is."""
+    """KV cache. Negative: the rank does not even fit without one. None: unknown, as the GPU is."""
 
     @property
     def fixed(self) -> int:
@@ -182,9 +182,9 @@ def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) 
 
 
 def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
-    """Return max-loras x max-lora-rank x (columns + rows) of each matrix of attention and MLP. vLLM allocates them even
-    without loaded adapters (`lora/layers`). The tensor-parallel ranks split either the rows or the columns; each rank
-    has the whole other side. Embeddings are not counted."""
+    """Return the bytes of the LoRA buffers: max-loras x max-lora-rank x (columns + rows) of each matrix of attention,
+    MLP and experts. vLLM allocates them even without loaded adapters (`lora/layers`). The tensor-parallel ranks split
+    either the rows or the columns; each rank has the whole other side. Embeddings are not counted."""
     if args.get("enable-lora") is not True:
         return 0
     tensor, hidden = tensor_size(args), model.hidden
@@ -204,9 +204,9 @@ def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
 
 
 def _expert_rows_and_columns(model: ModelFacts, args: Mapping[str, object]) -> int:
-    """Return columns + rows of the matrices (gate, up, down) of a layer's experts on this rank. vLLM allocates for
-    each, unless lora-target-modules leaves experts out (`lora/layers/fused_moe.py`). An upper bound: some
-    layers may have no experts, and gpt-oss has gate and up in one matrix."""
+    """Return columns + rows of the matrices (gate, up, down) of a layer's experts on this rank. vLLM allocates
+    buffers for each expert, unless lora-target-modules leaves experts out (`lora/layers/fused_moe.py`). An upper
+    bound: some layers may have no experts, and gpt-oss has gate and up in one matrix."""
     if "experts" not in str(args.get("lora-target-modules") or "experts"):
         return 0
     tensor, whole = tensor_size(args), args.get("enable-expert-parallel") is True

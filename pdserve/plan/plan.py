@@ -76,7 +76,7 @@ def make_plan(
     node: int | None = None,
 ) -> Plan:
     """Plan the graph, or with `roles`, `index` and `node` a part of it. A part keeps its KV ports of the whole graph.
-    Roles that are left out take no GPUs; lower indices do. Raises nothing: errors are in `problems`."""
+    Lower indices take GPUs before it, roles that are left out take none. Raises nothing: errors are in `problems`."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems)
     config, selection = _with_defaults(config, machine, model), Selection(roles, index, node)
@@ -146,7 +146,7 @@ def _with_argument(worker: W, name: str, value: object, origin: str) -> W:
 
 
 def _model(config: Config, problems: list[str]) -> ModelFacts | None:
-    """Return the model's sizes; None if its files are missing or unreadable, the latter with problems."""
+    """Return the model's sizes; None if they cannot be read. A hub id without files here is no problem."""
     worker = config.decode or config.prefill
     revision = str(worker.engine_args.get("revision", "main")) if worker else "main"
     folder = find_folder(config.model, revision)

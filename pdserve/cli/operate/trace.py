@@ -41,7 +41,7 @@ def trace(
 ) -> int:
     """Show where a request went: each hop with its time, its process, and the reason of a decision or a failure. ID is
     the response's `x-request-id` header, or the `id` in its body. Without ID, list the last requests of all frontends,
-    the newest last. Exit code 1 if ID finds none or several.
+    the newest last (--json: first). Exit code 1 if ID finds none or several.
 
     The hops, in order (a request has only those that it went through):
       admission     waits in the frontend for its client's turn and for a worker with capacity
