@@ -79,7 +79,7 @@ environment:
   PDSERVE_NATS, PDSERVE_ETCD       servers to use instead of the file's
   PDSERVE_HOST                     address of this host for other hosts, instead of the file's
   PDSERVE_CREDENTIALS              folder of `pdserve credentials`, instead of the file's
-  PDSERVE_ENGINE                   environment of `pdserve install` (default: in ~/.local/share/pdserve)
+  PDSERVE_ENGINE                   folder of the engine of `pdserve install` (default: in ~/.local/share/pdserve)
 
 exit codes: 0 done, 1 failed, 2 wrong configuration or command line. 3: `plan` does not know whether the graph fits;
 `status` found a problem.

@@ -156,7 +156,7 @@ class AdmissionLimits(Section):
     max_waiting_tokens: OneOrMore = 1_000_000
     """tokens; a request is refused while the waiting prompts and their outputs have about this many"""
     max_outputs: OneOrMore = 128
-    """outputs; maximum of one request: n times its prompts"""
+    """outputs; maximum of one request, which has `n` for each prompt"""
 
 
 @dataclass(frozen=True)

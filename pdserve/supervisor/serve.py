@@ -41,7 +41,7 @@ AFTER_DRAIN = 10.0
 
 
 def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
-    """Run the graph until it is stopped; return the exit code. Raises ConfigError before any role was started."""
+    """Run the graph until it is stopped; return the exit code. Raises ConfigError only while no role was started."""
     config = plan.config
     if plan.problems:
         raise ConfigError([*plan.problems])
