@@ -107,7 +107,13 @@ def find_port_holder(host: str, port: int, ours: Collection[int] = ()) -> str | 
         if _is_free(host, port, reuse=True):
             return None
     except OSError as error:
-        raise ConfigError([f"cannot listen on {host}:{port}: {error.strerror or error}."]) from error
+        other = error.errno == errno.EADDRNOTAVAIL
+        why = (
+            "no address of this machine: correct PDSERVE_HOST, Graph.host or Frontend.host"
+            if other
+            else error.strerror or error
+        )
+        raise ConfigError([f"cannot listen on {host}:{port}: {why}."]) from error
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
             if connection.pid in ours:

@@ -57,6 +57,10 @@ async def test_servers_that_do_not_answer_fail(monkeypatch: pytest.MonkeyPatch) 
         assert finding.grade == "fail"
         assert str(port) in finding.text
         assert "or correct Graph." in finding.text
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        port = hangs.getsockname()[1]
+        (finding,) = await check_nats(f"nats://127.0.0.1:{port}", None)
+    assert finding.text.startswith(f"NATS at nats://127.0.0.1:{port}: no answer: start it")
 
 
 async def test_servers_that_are_no_cluster_fail(nats_url: str) -> None:

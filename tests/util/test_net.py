@@ -49,5 +49,5 @@ def test_the_holder_of_a_port_is_found(host: str) -> None:
 
 
 def test_an_address_of_another_machine_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^cannot listen on 192\.0\.2\.1:8000: Cannot assign requested"):
+    with pytest.raises(ConfigError, match=r"^cannot listen on 192\.0\.2\.1:8000: no address of this machine"):
         find_port_holder("192.0.2.1", 8000)

@@ -133,4 +133,4 @@ def available(url: str) -> Iterator[None]:
     try:
         yield
     except PASSING as error:
-        raise QueueUnavailable(f"NATS at {strip_passwords(url)}: {error_text(error)}") from error
+        raise QueueUnavailable(f"NATS at {strip_passwords(url)}: {error_text(error, 'no answer')}") from error
