@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.contract.messages import Failed, KvHandle, PrefillDone, Submit
+from pdserve.contract.slo import is_flex
 from pdserve.decode.live_updates import LiveSettings, thresholds
 from pdserve.decode.peers.links import KvLinks
 from pdserve.decode.peers.prefill_prefixes import PrefillPrefixIndex
@@ -190,7 +191,8 @@ class RequestRunner:
         """Return how many leading tokens of the prompt this engine computes for earlier requests."""
         if request.names is None:
             return 0
-        local = (each.names for each in self.requests if each.local_tokens and each is not request)
+        ahead = self.estimator.requests_ahead(is_flex(request.submit.client))
+        local = (each.names for each in ahead if each.local_tokens and each is not request)
         size = self.engine.prefixes.block_size
         return size * request.names.shared(filter(None, local), size)
 

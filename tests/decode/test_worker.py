@@ -536,3 +536,21 @@ async def test_a_prompt_is_local_if_this_engine_computes_its_prefix_already() ->
         graph.decode_engine.faults.going.set()
         ways = [(await frontend.end_of(each)).way for each in asked]
     assert ways == [("local", "short"), ("local", "short"), ("remote", "long")]
+
+
+async def test_a_prefix_of_a_flex_prompt_that_waits_is_not_under_way_for_others() -> None:
+    """The prompts of other clients come before the flex prompt."""
+    arguments = {"long-prefill-token-threshold": 64}
+    async with WorkerGraph(max_local_prefill_length=len(LONG), engine_args=arguments) as graph:
+        await graph.prefill()
+        frontend = await graph.frontend()
+        graph.decode_engine.faults.going.clear()
+        first = await frontend.submit(list(range(1000, 1400)))
+        flex = await frontend.submit(LONG, client="~batch")
+        asked = await frontend.submit([*LONG, *SHORT])
+        await until(
+            lambda: len(graph.decode.requests.clients()) == 3 and graph.request(asked).answer is not None
+        )
+        graph.decode_engine.faults.going.set()
+        ways = [(await frontend.end_of(each)).way for each in (first, flex, asked)]
+    assert ways == [("local", "short"), ("local", "short"), ("remote", "long")]

@@ -105,7 +105,7 @@ class Estimator:
         if not workers:
             return None
         now = self.clock()
-        requests = [each for each in self._requests_ahead(is_flex(asked.submit.client)) if each is not asked]
+        requests = [each for each in self.requests_ahead(is_flex(asked.submit.client)) if each is not asked]
         local_token, remote = self._speeds(requests, workers, now, cached)
         remote_token = 1 / sum(1 / each.token_seconds for each in remote)
         waiting = ((each.due, each.local_tokens) for each in requests if not each.since)
@@ -236,7 +236,7 @@ class Estimator:
         others = max(0, self.queue.depth - len(own))
         return sum(own) + others * (sum(own) / len(own) if own else prompt)
 
-    def _requests_ahead(self, flex: bool) -> list[DecodeRequest]:
+    def requests_ahead(self, flex: bool) -> list[DecodeRequest]:
         """Requests that a new one waits for. Only a flex request waits for flex requests that no engine has."""
         return [
             each
@@ -247,7 +247,7 @@ class Estimator:
     def outlook(self) -> Outlook:
         """Estimate the wait of a prompt that arrives now."""
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
-        requests = self._requests_ahead(False)
+        requests = self.requests_ahead(False)
         local_token, remote = self._speeds(requests, workers, now)
         local_tokens = self.prefill_tokens() + sum(request.local_tokens for request in requests)
         ways = [(local_tokens * local_token, local_token)]
