@@ -274,6 +274,7 @@ class Seams(AsyncExitStack):
         return await self.enter_async_context(shared_queue(self.broker))
 
     async def registry_of_another(self) -> MemoryRegistry:
+        """Connect one more process to the registry."""
         return await self.enter_async_context(MemoryRegistry(self.registry, "t"))
 
 

@@ -219,6 +219,7 @@ class Alone:
         self.path = str(adapter_in(path, "red"))
 
     async def have(self, *calls: str, path: str = "", id: int = 0) -> list[Adapter]:
+        """Load the adapter `red` for each of these load calls; return the list for the worker's record."""
         wanted = {("red", call): Adapter("red", path or self.path, id, call) for call in calls}
         await self.adapters._load(wanted)
         assert self.adapters.listed is not None
@@ -274,7 +275,7 @@ async def test_an_adapter_of_the_graph_that_failed_to_load_is_tried_again(
     assert (await alone.have("a", id=id))[0].id == id
 
 
-async def test_an_answer_that_could_not_be_sent_is_repeated(
+async def test_a_list_of_adapters_that_could_not_be_reported_is_reported_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.process.worker_adapters.RETRY_AFTER", 0.05)

@@ -25,6 +25,7 @@ from pdserve.decode.policy.decision import MIN_TIMEOUT
 def test_workers_are_silent_after_two_untaken_prompts_until_a_message(
     events: list[Any], silent: bool
 ) -> None:
+    """`untaken`: when a prompt was asked for, and when it was given up. `heard`: when a worker sent a message."""
     prompts = UntakenPrompts()
     for event, *times in events:
         getattr(prompts, event)(*times)

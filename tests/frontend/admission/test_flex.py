@@ -63,7 +63,7 @@ def test_only_flex_requests_pause_for_requests_that_wait_at_a_worker(can_pause: 
 @pytest.mark.parametrize(
     ("slots", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 2), (16, 0, 4), (8, 5, 1), (8, 6, 0)]
 )
-def test_flex_sequences_that_cannot_pause_get_a_quarter_of_the_slots(
+def test_flex_sequences_that_cannot_pause_leave_slots_to_ordinary_ones(
     slots: int, ordinary: int, run: int
 ) -> None:
     model = Model(slots, pauses=True)
