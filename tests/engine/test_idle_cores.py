@@ -23,9 +23,11 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(usual)
 
 
-def threads_of(tokens: dict[str, int], *running: int, fails: bool = False) -> int:
-    """Return the number of threads of a step with these tokens. `running`: counts of running threads, one for each
-    check; the last repeats."""
+def threads_of(
+    tokens: dict[str, int], *running: int, drafts: dict[str, list[int]] | None = None, fails: bool = False
+) -> int:
+    """Return the number of threads of a step with these tokens, of which `drafts` are draft tokens. `running`: counts
+    of running threads, one for each check; the last repeats."""
     seen, looks = list[int](), list(running)
 
     class Runner:
@@ -36,7 +38,8 @@ def threads_of(tokens: dict[str, int], *running: int, fails: bool = False) -> in
 
     use_idle_cores(Runner, lambda: looks.pop(0) if len(looks) > 1 else looks[0])
     try:
-        Runner().execute_model(SimpleNamespace(num_scheduled_tokens=tokens))
+        step = SimpleNamespace(num_scheduled_tokens=tokens, scheduled_spec_decode_tokens=drafts or {})
+        Runner().execute_model(step)
     except RuntimeError:
         assert fails
     assert torch.get_num_threads() == 1, "later steps have the plan's threads"
@@ -60,6 +63,7 @@ def test_processes_that_stop_soon_do_not_count() -> None:
 
 def test_decoding_and_short_prompts_use_the_threads_of_the_plan() -> None:
     assert threads_of({"a": MIN_TOKENS, "stream": 1}, 1) == 1
+    assert threads_of({"a": MIN_TOKENS, "stream": 4}, 1, drafts={"stream": [7, 8, 9]}) == 1
     assert threads_of({"a": MIN_TOKENS - 1}, 1) == 1
     assert threads_of({}, 1) == 1
 

@@ -61,10 +61,10 @@ def fewest(running: Callable[[], int]) -> int:
 
 
 def has_only_prompts(step: Any) -> bool:
-    """Whether a step (vLLM's `SchedulerOutput`) has enough tokens, all of prompts. A decoding sequence has one
-    token."""
+    """Whether a step (vLLM's `SchedulerOutput`) has enough tokens, all of prompts. A decoding sequence has one token,
+    or draft tokens."""
     tokens: Collection[int] = step.num_scheduled_tokens.values()
-    return sum(tokens) >= MIN_TOKENS and min(tokens) > 1
+    return sum(tokens) >= MIN_TOKENS and min(tokens) > 1 and not step.scheduled_spec_decode_tokens
 
 
 @contextmanager
