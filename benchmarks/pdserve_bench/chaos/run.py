@@ -173,7 +173,7 @@ async def _played(fault: Fault, scene: Scene) -> float | None:
 async def learned(
     url: str, model: str, cases: Iterator[Case], options: Options, say: Callable[[str], None]
 ) -> list[Case]:
-    """Ask the graph for a pool of prompts and expected outputs. Raises Unavailable."""
+    """Return a pool of prompts, with the graph's outputs as the expected ones. Raises Unavailable."""
     say(f"asking the undisturbed graph at {url} for the expected outputs")
     pool = await questions.learn(LoadClient(url), model, cases, options.patience)
     say(f"{len(pool)} of {questions.POOL} prompts have the same output in a batch and alone; using these")

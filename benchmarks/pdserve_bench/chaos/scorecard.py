@@ -93,7 +93,7 @@ def passed(rows: Sequence[Row]) -> bool:
 
 
 def as_json(rows: Sequence[Row], complete: bool) -> str:
-    """One line per row. `good` is false if the run was interrupted."""
+    """One line per row. The outer `good` is false if the run was interrupted."""
     lines = (json.dumps({**asdict(row), "good": row.good}) for row in rows)
     good = json.dumps(complete and passed(rows))
     return f'{{"good": {good}, "complete": {json.dumps(complete)}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"

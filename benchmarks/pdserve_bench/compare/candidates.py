@@ -55,7 +55,7 @@ class Candidate:
     name: str
     aggregated: bool
     shape: Shape
-    """Workers of the file that is written if the candidate wins. Plain vLLM becomes one decode worker."""
+    """Workers in the file that --write names; one decode worker for plain vLLM."""
     system: System
     split: str = ""
     """`1P+1D`, or the number of engines."""

@@ -128,7 +128,8 @@ class Comparison:
             raise Unavailable("No candidate started: " + "; ".join(each.problem for each in self.entrants))
 
     def _choose(self, measuring: Measuring, seconds: float) -> list[Entrant]:
-        """Choose candidates for this time, at least two. The first of each kind come first. Note which are left out."""
+        """Choose as many candidates as these seconds allow, at least two, beginning with the first of each kind. Note
+        which are left out."""
         together, apart = (
             [Entrant(each, measuring.unknown()) for each in candidates]
             for candidates in (self.maker.aggregated(), self.maker.disaggregated())
@@ -161,7 +162,8 @@ class Comparison:
             entrant.problem = str(error)
 
     async def _final(self, measuring: Measuring, until: float) -> None:
-        """Continue the finalists' searches. The running one is the first, so that it does not start again."""
+        """Continue the finalists' searches, and repeat the aggregated one's. The running finalist is the first, so that
+        it does not start again."""
         finalists, control = self.finalists, measuring.unknown()
         turns = [(each, each.found) for each in finalists]
         turns += [(each, control) for each in finalists if each.candidate.aggregated]

@@ -28,7 +28,7 @@ _PROBES = 6
 _STEADY = 2.5
 """Minimal length of a probe, in durations of a single request."""
 _LONGER = 2.0
-"""A probe at a low rate may last this many times as long as others."""
+"""At a low rate, a probe lasts up to this many times as long as others."""
 _WARM_RATE = 2.0
 _RATES = (0.05, 50.0)
 """Bounds of the first rate, in requests per second."""
@@ -51,7 +51,7 @@ class CompareOptions:
 class UserLoad:
     described: str
     make: Callable[[Endpoint], Awaitable[Scalable]]
-    """Learns tokens per word from the endpoint."""
+    """Measures the endpoint's tokens per word and returns the load."""
 
 
 @dataclass(eq=False)
@@ -185,7 +185,7 @@ class Measuring:
         await find_goodput(self.running, self._users, found, self.name)
 
     def _next_seed(self) -> int:
-        """Seeds are far apart because each probe of a search uses the next one."""
+        """Return a seed for a search or a warm-up. Each probe of a search adds 1, so these seeds are 1000 apart."""
         self._seed += 1
         return self.options.seed + 1000 * self._seed
 

@@ -67,7 +67,7 @@ class CandidateResult:
     problem: str = ""
     """Why it was not measured."""
     thin: str = ""
-    """The rate that rests on too few requests, as `8 requests at 2 requests/s`."""
+    """Set if too few requests were judged at `carried` or `broken`, as `8 requests at 2 requests/s`."""
 
     @property
     def probed(self) -> bool:
@@ -292,7 +292,7 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
 
 
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
-    """Say how many times the loser's goodput the winner has, or at least has. Empty from 100 on."""
+    """Return the winner's goodput relative to the loser's, or a lower bound, as text; empty from 100 on."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""

@@ -43,7 +43,7 @@ class GoodputOptions:
     seed: int = 1
     warm_up: bool = True
     longer: float = 3.0
-    """A probe at a low rate may last this many times `seconds`."""
+    """At a low rate, a probe lasts up to this many times `seconds`."""
     least: int = 0
     """The ends of the final interval are probed until each has this many judged requests (the broken one, at most
     twice)."""
@@ -83,8 +83,8 @@ class Probe:
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to each first token. For a request without one, its wait, if that exceeds the bound and the request
-        runs, was interrupted or hung."""
+        """Seconds to each first token. A request without one counts with its wait if that exceeds the bound, but not
+        if it failed without hanging."""
         until = self.run.ended or time.monotonic()
         times = []
         for each in self.run.exchanges:
@@ -148,7 +148,7 @@ async def _watch_stalls(made: Probe) -> None:
 
 
 class _Watched:
-    """Whether a running probe can still change the result."""
+    """Tells whether a running probe can still change the result."""
 
     def __init__(self, made: Probe, options: GoodputOptions) -> None:
         self._made, self._share, self._slo = made, options.share, made.slo
@@ -176,8 +176,8 @@ class _Watched:
         return wilson(max(0, expected - self._missed), expected)[1] < self._share
 
     def nothing_to_learn(self) -> bool:
-        """Whether all requests were sent and all that still run have missed the SLO. Requests without progress are
-        marked as failed once all of them count as hung."""
+        """Whether all requests were sent, all that still run have missed the SLO, and those of them without progress
+        count as hung. If so, mark these as failed."""
         run, slo, now = self._made.run, self._slo, time.monotonic()
         running = [each for each in run.exchanges if each.outcome is Outcome.UNFINISHED]
         if (

@@ -56,7 +56,8 @@ class GoodputResult:
     @property
     def thin(self) -> float | None:
         """An end of the interval to probe again, because it has too few judged requests (`options.least`). The broken
-        end is probed again at most once, and only if a fair share of its requests kept the SLO."""
+        end is probed again at most once, and not if the share that kept the SLO is surely under half of
+        `options.share`."""
         least, low, high = self.options.least, self.search.carried, self.search.broken
         if low is not None and self.judged(low) < least:
             return low

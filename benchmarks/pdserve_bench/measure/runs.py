@@ -123,8 +123,8 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 class Workload(Protocol):
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
-        """Send the requests, and add each to `run` when it starts. Return when all have ended. Set when `run` began and
-        ended."""
+        """Send the requests, and add each to `run` when it starts. Return when all have ended. Set `run.began`
+        and `run.ended`."""
 
 
 class Scalable(Protocol):

@@ -25,7 +25,7 @@ from pdserve_bench.measure.samples import percentile
 BLOCK = 512
 """Tokens per hash id."""
 MARGIN = 32
-"""Tokens that a chat template may add to a generated prompt."""
+"""Tokens of the context kept free for the text of a chat template."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
         return self.hash_ids[: -(-self.input_length // self.block)]
 
     def shrunk(self, divisor: int) -> "TraceRequest":
-        """Divide the lengths; an output keeps at least one token."""
+        """Divide the lengths; each is at least 1."""
         return structs.replace(
             self,
             input_length=max(1, self.input_length // divisor),

@@ -18,7 +18,7 @@ POLL_INTERVAL = 0.01
 
 
 async def unload(scene: Scene) -> float | None:
-    """Load an adapter of the graph's file under a second name, so that the right outputs are known."""
+    """Load an adapter of the graph's file under a second name and unload that; the first gives the right outputs."""
     assert scene.config.decode is not None
     adapters, seconds = static_adapters(scene.config.decode.engine_args), None
     if not adapters:

@@ -43,7 +43,7 @@ class Trial:
     strike: Callable[[Scene], Awaitable[float | None]]
     """Injects the fault and returns the result of `Scene.recovery`."""
     enough: Callable[[list[bool]], bool] = all
-    """Whether to strike, given which requests have tokens."""
+    """Whether to strike, given for each request whether it has tokens."""
     prepare: Callable[[Scene, Sequence[Body]], Awaitable[None]] | None = None
     key: str = ""
     """Key of the graph's file that enables the feature."""

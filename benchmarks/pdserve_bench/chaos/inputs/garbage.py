@@ -179,7 +179,7 @@ def subjects_of(namespace: str, model: str, workers: Iterable[Instance]) -> list
 
 
 async def _to_etcd(scene: Scene, everything: Sequence[bytes]) -> list[str]:
-    """Write new keys beside the valid ones, which only their owners may write. Return the new keys."""
+    """Write garbage to new instance and card keys and to the keys of settings. Return all these keys."""
     model = scene.running.graph.model
     prefixes = [f"{keys.INSTANCES}{role}/garbage-" for role in (*Role, "nobody")]
     prefixes += [f"{keys.CARDS}{model}/garbage-", keys.CARDS + "garbage-", keys.INSTANCES + "garbage-"]

@@ -31,7 +31,7 @@ AFTER_DRAIN = 20.0
 
 async def kill_workers(scene: Scene) -> float | None:
     """Kill a serving worker every 3 to 6 s, and its successor while that starts. Faster kills would fail requests,
-    because a request may not lose more than a few workers (`MAX_LOSSES`)."""
+    because a request tolerates the loss of only a few workers (`MAX_LOSSES`)."""
     dice = random.Random(scene.options.seed)
     end = time.monotonic() + KILLING_HOLDS * scene.options.hold
     due, killed, young = 0.0, 0, 0
