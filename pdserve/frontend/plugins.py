@@ -53,7 +53,7 @@ class PluginContext:
     keys: ApiKeys
     view: RegistryView
     http: httpx.AsyncClient
-    """For pages of other processes."""
+    """Fetches pages of other processes."""
     report: Callable[[], ProcessReport]
     tracer: Tracer = field(default_factory=Tracer)
     running: dict[ResponseWriter, None] = field(default_factory=dict)
@@ -152,7 +152,8 @@ class FrontendPages:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._router({**scope, "app": self}, receive, send)  # with an app, a wrong method raises
+            # with `app` in the scope, Starlette raises for a wrong method
+            await self._router({**scope, "app": self}, receive, send)
         except HTTPException as error:
             matching = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
             methods = ", ".join(sorted({method for route in matching for method in route.methods or ()}))

@@ -148,7 +148,7 @@ class AdmissionControl:
     def advance(self) -> None:
         """Grant permits while the workers have capacity or `_make_way` preempts a sequence."""
         self._update_rate()
-        # the entry that gets the slot of a paused sequence, which may be ahead of it in the queue
+        # a sequence was paused for this entry, and may now be ahead of it in the queue
         made_for: Admission | None = None
         while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
@@ -209,8 +209,8 @@ class AdmissionControl:
         return len(self._granted) + capacity.free_requests
 
     def _may_start(self, admission: Admission, places: int) -> bool:
-        """Whether the request's next sequence may start. A sequence that cannot pause must leave room for others. Its
-        client's only sequence need not, except a flex one."""
+        """Whether the request's next sequence may start. A sequence that cannot pause must leave room for others,
+        unless it is its client's only one and not flex."""
         if admission.is_flex and self.queue:
             return False
         can_pause = not admission.requested or admission.requested[0].can_pause

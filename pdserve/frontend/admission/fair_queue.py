@@ -157,7 +157,7 @@ class FairQueue(Generic[E]):
 
 
 def is_short(running: int, most: int) -> bool:
-    """Whether a client with `running` sequences gets a slot of the client with the `most`. The latter is not short
+    """Whether a client with `running` sequences gets a slot of a client with `most` sequences. The latter is not short
     afterwards, so slots do not go back and forth."""
     return most > 2 * running + 1
 

@@ -49,7 +49,7 @@ _SEVERAL = {"/generative_scoring": ("items", str | list)}
 MAX_PARTS = 10_000
 """Maximum of lists and objects in a body: vLLM's app takes 10 to 100 microseconds for each."""
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""A JSON string. An unclosed one matches to the body's end, so that the search does not start again at its quotes."""
+"""A JSON string. An unclosed one matches to the body's end, so that no further search starts at its escaped quotes."""
 LARGE = 64 << 10
 """Bytes of a body that takes vLLM's app about 10 ms."""
 MANY = 100
@@ -83,8 +83,8 @@ class ParsedBody:
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
-    """Return how many bytes a body may have for a model with this context length (0: unknown). 64 bytes a token are
-    enough for \\u escapes, lists of token ids and several prompts."""
+    """Return how many bytes a body may have for a model with this context length (0: unknown). 64 bytes a token
+    (32 if `tokenizing`) are enough for \\u escapes, lists of token ids and several prompts."""
     if not max_model_len:
         return MAX_BODY
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
@@ -231,8 +231,8 @@ def check_parts(raw: bytes) -> None:
 
 
 def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
-    """Whether vLLM's app would block the frontend's event loop for long (`vllm/side_loop.py`): by a large body, or by
-    the logprobs of a response that is no stream."""
+    """Whether vLLM's app would block the frontend's event loop for long (`vllm/side_loop.py`): by a large body,
+    by `echo`, or by the logprobs of a response that is no stream."""
     if len(raw) > LARGE or raw.count(b"{") > MANY or _is_true(fields.get("echo")):
         return True  # a chat with `echo` has the logprobs of its prompt, too
     if _is_true(fields.get("stream")):

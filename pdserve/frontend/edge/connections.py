@@ -84,7 +84,7 @@ class ClientConnection(HttpToolsProtocol):
         """seconds in which no waiting byte was acknowledged"""
         self._looked = 0.0
         self._closing_since = 0.0
-        """monotonic time of the first check that found it closing; else 0"""
+        """monotonic time when a check first found it closing with nothing left to send; else 0"""
         self._last = False
         """whether it is drained: it closes after the current or next request"""
         self._half_closed = False

@@ -109,7 +109,7 @@ class ResponseWriter:
         """a failure that `state` does not have"""
         self._send = send
         self._held: Message | None = None
-        """the start message, until the first part of the body"""
+        """the start message, while it is held back"""
         self._early: list[Message] = []
         """parts of the body, while the start is held"""
         self._stream = False
@@ -156,8 +156,8 @@ class ResponseWriter:
     async def reply(
         self, response: Response, before_end: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Send this response in place of an app's. `before_end` is awaited when everything has been sent, and
-        before the connection may be closed."""
+        """Send this response in place of an app's. `before_end` is awaited after the whole body was
+        sent, and before the message that ends the response."""
         self._held = None
         headers, body = response.raw_headers, bytes(response.body)
         await self._send_start(
@@ -241,7 +241,7 @@ class ResponseWriter:
 
 
 def _failure_of(event: bytes) -> RequestFailure:
-    """Read an error event of vLLM's app that was not reported before (`vllm/stream_errors.py`)."""
+    """Read the failure from an error event of vLLM's app that `vllm/stream_errors.py` did not record."""
     try:
         error = msgspec.json.decode(event.partition(_EVENT)[2])["error"]
         code = error.get("code")

@@ -53,7 +53,7 @@ def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
 
 def ignore_new_clients(sock: socket.socket) -> None:
     """Let the kernel drop new connections to a listening socket, but complete those whose handshake has begun. A client
-    whose SYN is dropped repeats it after a second; if the socket is closed by then, a sibling gets it."""
+    whose SYN is dropped repeats it after a second; if this socket is closed by then, another frontend gets it."""
     with suppress(OSError):  # gVisor's kernel cannot do this
         drop_packets(sock, SYN)
 
@@ -95,8 +95,8 @@ def _is_sibling(pid: int | None) -> bool:
 
 
 def _starter(pid: int) -> int:
-    """Return the pid of the process that started this one: the parent, or the grandparent if the parent only watches a
-    role (then both have the same command line)."""
+    """Return the pid of the process that started process `pid`: its parent, or its grandparent if the parent has the
+    same command line, because it only watches a role."""
     process = psutil.Process(pid)
     above = process.parent()
     alone = above is not None and above.cmdline() == process.cmdline()

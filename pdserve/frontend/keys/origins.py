@@ -2,9 +2,10 @@
 
 The frontend's own pages always may. If `Frontend.allowed-origins` is set, the pages that it lists may, too, and no
 others. Otherwise, if requests need a key, any page may, because it needs the key, too. If they need none, only pages of
-this machine may: any other page could send requests by the browser of a user of this machine. Then a frontend on
-loopback also refuses Host headers of other machines, because a page's host name could resolve to loopback (DNS
-rebinding).
+this machine may: any other page could send requests through the browser of a user of this machine.
+
+While requests need no key, a frontend on loopback refuses Host headers of other machines that are not listed, because a
+page's host name could resolve to loopback (DNS rebinding).
 """
 
 import re

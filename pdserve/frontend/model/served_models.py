@@ -290,7 +290,7 @@ class ServedModels:
             model.replace(model.card.name in self._models and not model.usable_workers)
 
     def _workers(self, card: ModelCard) -> list[Instance]:
-        """The workers that this frontend may connect to for the card."""
+        """The decode workers and stand-ins with the card's fingerprint."""
         return [
             worker
             for worker in self._view.instances(model=card.name)

@@ -17,7 +17,7 @@ from pdserve.observe.graph_state import graph_state
 from pdserve.observe.problems import nodes, problems
 
 KEPT = 1.0
-"""Seconds that found problems are cached, because anyone may ask and finding them takes milliseconds."""
+"""Seconds for which the problems are cached, because anyone may ask and finding them takes milliseconds."""
 
 
 class HealthPages(Plugin):

@@ -83,7 +83,7 @@ class Generation:
 
     @property
     def adapter(self) -> int:
-        """Number of its LoRA adapter; 0: none."""
+        """Id of its LoRA adapter; 0: none."""
         lora = self.request.lora_request
         return lora.lora_int_id if lora is not None else 0
 

@@ -229,8 +229,8 @@ class Migration:
     # the worker was a stand-in and a decode worker is back, or the worker is stalled
 
     def hand_over(self, generation: Generation, *, begun: bool, stalled: bool) -> None:
-        """Move a generation to another worker. A generation with tokens of this attempt moves only if `begun` and if it
-        need not be replayed. No generation leaves more than `MAX_STALLS` stalled workers."""
+        """Move a generation to another worker if it has no token of this attempt. `begun`: move it even with tokens,
+        unless it must be replayed. No generation leaves more than `MAX_STALLS` stalled workers."""
         stays = generation.last_token_at > generation.sent_at and (generation.must_replay or not begun)
         stays |= stalled and generation.stalls >= MAX_STALLS
         if (link := generation.link) is not None and not stays:

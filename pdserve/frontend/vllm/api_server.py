@@ -229,7 +229,7 @@ def _config_without_engine(args: Namespace) -> VllmConfig:
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    engine_args._set_default_reasoning_config_args()  # thinking_token_budget is checked by it
+    engine_args._set_default_reasoning_config_args()  # needed to check thinking_token_budget
     model = engine_args.create_model_config()
     model.quantization = None  # only workers have kernels
     vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache, and no warning about its size

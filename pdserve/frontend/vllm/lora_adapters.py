@@ -145,7 +145,7 @@ def _report(worker: Instance, asked: Adapter) -> Adapter | None:
 
 
 def _agreed(workers: Iterable[Instance], asked: Adapter) -> int:
-    """Return the adapter's number if all workers loaded it. Raises ConfigError."""
+    """Return the adapter's id if all workers loaded it. Raises ConfigError."""
     reports = {worker.id: _report(worker, asked) for worker in workers}
     for worker, report in reports.items():
         if report is None:

@@ -72,7 +72,7 @@ class AppAdapters:
         async with self._store.claimed(self._model, request.lora_name):
             self.refresh()  # vLLM refuses known names
             answer: ErrorResponse | str = await self._loads(request)
-            self.refresh()  # replaces vLLM's own adapter number, which no worker knows
+            self.refresh()  # replaces vLLM's own adapter id, which no worker knows
         return answer
 
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:

@@ -26,8 +26,8 @@ _LOGGERS = (
 
 
 def report_errors(app: FastAPI) -> ASGIApp:
-    """Record errors of streams in the request state. /v1/responses raises them instead: the returned app raises client
-    errors as HttpError."""
+    """Record errors of streams in the request state. /v1/responses raises its errors instead; the returned app turns
+    client errors into HttpError."""
     state = app.state
     for serving in (
         state.openai_serving_chat,

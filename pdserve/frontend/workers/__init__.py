@@ -1,5 +1,5 @@
-"""A frontend's connections to the decode workers of one model: `pool` keeps a `link` to each worker. For each request
-it picks one of the `candidates` by the `router`'s policy."""
+"""A frontend's connections to the decode workers of one model: `pool` keeps a `link` to each worker, and picks
+one of the `candidates` for each request by the `router`'s policy."""
 
 from collections.abc import Callable
 

@@ -111,7 +111,7 @@ class Link:
         self._outbox.put_nowait(None)
 
     async def send(self, client: TcpStreamClient, listener: "LinkListener") -> None:
-        """Send posted messages. Raises PeerGone after `cut`. If the worker is gone, it only returns:
+        """Send posted messages. Raises PeerGone after `cut`. If the worker is gone, this method only returns:
         `client.deliver` passes on the worker's last messages, and then raises."""
         while True:
             if (message := await self._outbox.get()) is None:
@@ -137,4 +137,4 @@ class LinkListener(Protocol):
 
     def hand_over(self, link: Link, *, begun: bool, stalled: bool = False) -> None:
         """Move the link's generations to other workers, because decode workers are back or this worker is stalled.
-        Generations that have tokens of this worker move only if `begun`."""
+        `begun`: also move generations that have tokens of this worker."""

@@ -330,8 +330,8 @@ class WorkerPool:
             self._renewing.discard(instance.id)
 
     async def _hold_link(self, instance: Instance) -> None:
-        """Hold one link until the worker is gone; then raise PeerGone, perhaps in an exception group. However the link
-        ends, the listener's `link_lost` is called."""
+        """Hold one link. Returns when decode workers have taken over a stand-in's requests. Raises PeerGone, perhaps in
+        an exception group, when the worker is gone. However the link ends, the listener's `link_lost` is called."""
         link = Link(instance.id, self._touch, instance.block_size, instance.address)
         reason = f"the connection to {instance.id} was closed"
         try:

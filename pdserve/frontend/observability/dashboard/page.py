@@ -34,8 +34,8 @@ KEPT = 1.0
 PER_SECOND = 50
 """Maximum of processes polled per second. The state of a larger graph is cached for longer."""
 MAX_LINKS = 400
-"""Maximum of links in a state. If there are more, each process shows at most an equal share: first those that are
-down."""
+"""Maximum of links in a state. If there are more, each process shows at most an equal share, links that are down
+first."""
 
 _PAGE, _STATE = "/dashboard", "/dashboard/state"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
