@@ -74,7 +74,7 @@ def drop_packets(sock: socket.socket, flags: int) -> None:
 
 
 def _other_listeners(port: int) -> str:
-    """Name the processes that listen on the port and are no siblings of this one; empty for none."""
+    """Name the processes that listen on the port and were not started by the starter of this one; empty for none."""
     if port == 0:
         return ""
     try:

@@ -61,7 +61,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self.fail_request: Callable[[str, str, int], list[str]]
         """ends a request of AsyncLLM with an error; this and the next two are set once AsyncLLM exists"""
         self.process: Callable[[EngineCoreOutputs], list[str]]
-        """processes one engine step's outputs; returns the ids of the requests that end with them"""
+        """processes one engine step's outputs; returns the ids of requests that the engine must abort"""
         self.stream_deltas: Callable[[str, DeltaStream, bool], None]
         """lets `edge/deltas.py` make most chunks of a plain stream, without vLLM's app"""
         self.plain_paths: Mapping[str, bool] = {}
