@@ -1,9 +1,9 @@
 """The stand-in: a prefill worker that decodes while no decode worker of its model is available
 (docs/decisions/0050-prefill-workers-stand-in.md).
 
-To decode workers it is a prefill worker. It also listens for frontends, and registers that address once a model card
-shows that it gives the same responses as the model's decode workers. Each frontend decides when it sends requests
-(`frontend/workers/pool.py`). The stand-in prefills all prompts locally, so its engine reads no KV."""
+To decode workers it is a prefill worker. It also listens for frontends, and registers its address for them once a model
+card shows that its engine gives the same responses as the model's decode workers. Each frontend decides when to send it
+requests (`frontend/workers/pool.py`). The stand-in prefills all prompts locally, so its engine reads no KV."""
 
 import logging
 from collections.abc import Mapping

@@ -50,7 +50,7 @@ class RequestHops:
         return self._published - self._asked
 
     def published(self, now: float) -> None:
-        """The wait before the prompt is published is part of the `queue` hop."""
+        """Record that the prompt is published. The wait before this is part of the `queue` hop."""
         self._published = now
 
     def pulled(self, worker: str, queued: float) -> None:

@@ -19,7 +19,7 @@ from pdserve.util.lru import LruDict
 from pdserve.util.ticks import tick, until_tick
 
 IDLE_INTERVAL = 2.0
-"""Seconds between two checks of a worker without requests."""
+"""Maximum of seconds that `pause` waits for a request."""
 _REMEMBERED = 50_000
 """Number of newest request ids that are not accepted again."""
 
@@ -28,7 +28,8 @@ Outcome = PrefillDone | PrefillFailed | str
 
 CANCELLED = "cancelled"
 OWN = "own"
-"""Outcome when this worker, of role `both`, took its own request back from the queue."""
+"""Role `both`: outcome when this worker took its own request back from the queue. The decision's reason then, and when
+this worker is idle."""
 STAND_IN = "stand-in"
 """The decision's reason at a stand-in, which prefills locally."""
 

@@ -206,7 +206,7 @@ class Confirmations:
 
     def update(self, ended: Mapping[str, Source]) -> tuple[set[str], set[str]]:
         """Pass all ended reads that are not confirmed yet. Return two sets: reads whose KV was held, and reads whose KV
-        was not held or whose engine does not answer. A read is asked about once, and forgotten when it is left out."""
+        was not held or whose engine does not answer. A read is asked about once, and forgotten if `ended` lacks it."""
         for gone in self._questions.keys() - ended.keys():
             del self._questions[gone]
         if not ended:

@@ -12,7 +12,7 @@ class StallWatch:
         self._floor = floor
         self._rate = rate
         self._due: dict[str, float] = {}
-        """By request: when its read is overdue; infinite once the read was returned."""
+        """By request: when its read is overdue; infinite once `update` has returned it."""
 
     def update(self, sizes: Mapping[str, int], now: float) -> list[str]:
         """Pass the bytes of all running reads, by request. Return the reads that became overdue, each once."""
@@ -33,7 +33,7 @@ class ReadTimes:
         self._begun[request] = source, time.monotonic(), size
 
     def end(self, ended: Set[str], failed: Set[str]) -> list[list[str | float]]:
-        """Return the reads among `ended` in the form of `READS`, without failed and empty ones."""
+        """Return [request, source, seconds, bytes] of each read in `ended` that did not fail and was not empty."""
         done = {request: self._begun.pop(request) for request in ended & self._begun.keys()}
         return [
             [request, source, time.monotonic() - began, size]

@@ -124,7 +124,7 @@ class PromptRunner:
                 await self._start(delivery)
 
     async def _read_addressed(self) -> None:
-        """Begin warm-ups at once. Other addressed prompts wait for capacity."""
+        """Begin warm-ups at once. Prompts whose prefix is cached here wait for capacity (`addressed.py`)."""
         async for request in self._queue.addressed(self.id):
             if not request.begin_within:
                 await self._start(Delivery(request))

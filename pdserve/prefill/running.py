@@ -57,7 +57,7 @@ class RunningPrefills:
         self._cancelled: LruDict[PrefillRequest] = LruDict(_REMEMBERED)
         self._numbers = itertools.count()
         self.changed = asyncio.Event()
-        """Set when a prompt has ended, the engine has done a step, or an addressed prompt waits."""
+        """Set when a prompt has ended, the engine has done a step, or a prompt sent only to this worker waits."""
 
     def add(self, delivery: Delivery) -> RunningPrefill:
         running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery, delivery.queued)

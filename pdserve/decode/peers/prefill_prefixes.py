@@ -13,7 +13,7 @@ from pdserve.runtime.tasks import isolate_errors
 
 @dataclass(eq=False)
 class PrefillPrefixIndex:
-    """Leaves out workers of role `both`: among them, the one that decodes the fewest sequences should pull a prompt."""
+    """Leaves out workers of role `both`, because a prompt is meant for the one that decodes the fewest sequences."""
 
     queue: PrefillQueue
     workers: PrefillWorkers

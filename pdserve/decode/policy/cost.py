@@ -158,7 +158,7 @@ def prefix_choice(
 
     A queued prompt goes to the first idle worker and finds the average prefix hit there. So if all workers have the
     prefix, the queue is best: it needs no guess which worker is idle first. The wait for queued prompts is not added to
-    the cost of the queue, because passing them is no reason to choose a worker.
+    the cost of the queue, because overtaking them is no reason to choose a worker.
 
     A second of computing costs more than a second of waiting, because it also delays later prompts. A prefix that is a
     small part of the prompt (a system prompt) does not decide: workers without it would get no prompts and never cache

@@ -29,7 +29,7 @@ MIN_SPACING = 0.001
 FIRST_HANDOVER = 0.02
 """Seconds of a handover to assume before one is measured."""
 MIN_SLOWDOWN = 1.5
-"""Steps during remote prefills must take this many times as long to count as slowed down."""
+"""Steps during remote prefills count as slowed down if they take more than this many times as long as other steps."""
 
 
 def _passed(

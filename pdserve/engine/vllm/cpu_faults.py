@@ -8,15 +8,16 @@ The list has each function, the fault that it works around, and when the functio
   offset.
 - `rank_without_compiler`: the first request for logprobs compiles for 10 s, in which the engine stalls. Also seen by
   torch-spyre/sendnn-inference#550. Unchanged in 0.33; goes when CPU engines compile it at start or never.
-- `verify_drafts`: with speculative decoding, requests that sample get uninitialized temperatures, top_k and top_p, end
-  the engine in a step without drafts, or get tokens of the wrong position. Goes when vLLM's `cpu_triton_utils` copies
-  back what `expand_kernel_impl` writes and rejects drafts of -1, and `apply_top_k_only` accepts an empty batch.
+- `verify_drafts`: three faults of speculative decoding. Requests that sample get uninitialized temperatures, top_k and
+  top_p; a step without drafts ends the engine; a draft of -1 reads memory outside of a tensor. Goes when
+  `apply_top_k_only` accepts an empty batch, and vLLM's `cpu_triton_utils` copies back what `expand_kernel_impl` writes
+  and rejects drafts of -1.
 - `leave_out_adapters`: tokens without a LoRA adapter are computed with the adapter in the last slot. Goes when
   `torch_ops/lora_ops.py` leaves out rows whose index is -1.
 - `request_amx`: on a CPU with AMX, a decode step before the first prefill ends in SIGILL. Goes when vLLM's CPU worker
   asks for the tiles itself.
-- `api.keep_images`, on GPUs, too: a preempted request ends the engine, which lacks its images whose KV was cached.
-  Goes when `strip_covered_mm_data` leaves the images that a preempted request needs again.
+- `api.keep_images`, on GPUs, too: a preempted request ends the engine, because its ranks did not get the images whose
+  KV was cached. Goes when `strip_covered_mm_data` leaves the images that a preempted request needs again.
 - `api.compute_in_core`: an engine of one rank computes in a second process, and both processes spin. By design; goes
   when a CPU engine with one rank has the executor `uni`.
 """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REACH_TIMEOUT = 5.0
-"""Seconds; a decode engine waits as long for the side channel."""
+"""Seconds for which `reach` waits for an answer, as a decode engine does."""
 IDLE_AFTER = 0.5
 """Seconds without a report after which an engine without requests counts as holding no block."""
 
@@ -268,7 +268,7 @@ class VllmEngine(Engine):
             raise EngineDead(f"adapter {id:x} was loaded in part and cannot be removed: {error}") from error
 
     def _set_adapter(self, request: api.EngineCoreRequest) -> int:
-        """Set the request's adapter as loaded on this host; return its number, 0 for none."""
+        """Set the request's adapter as loaded on this host; return its id, 0 for none."""
         if not (adapter := translation.adapter_of(request)):
             return 0
         if adapter not in self._adapters:

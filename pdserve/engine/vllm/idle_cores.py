@@ -20,8 +20,8 @@ MIN_TOKENS = 128
 """Prompt tokens of a step for which more threads are started; a shorter step does not gain from them."""
 LOOKS = 4
 LOOK_INTERVAL = 50e-6
-"""Seconds between two looks at the running threads. An engine that computes runs at each look. Processes that have just
-passed on a request stop after some 100 us."""
+"""Seconds between two looks at the running threads. An engine that computes runs at each look. A process that
+only passed a request on stops running after some 100 us."""
 _LOAD = Path("/proc/loadavg")
 
 
