@@ -24,7 +24,8 @@ _REMEMBERED = 50_000
 """Number of newest request ids that are not accepted again."""
 
 Outcome = PrefillDone | PrefillFailed | str
-"""Outcome of a remote prefill: the answer, or why none will come, as a label of the failure metric."""
+"""Outcome of a remote prefill: the answer, or why none will come (`CANCELLED`, `OWN`, or a label of the failure
+metric)."""
 
 CANCELLED = "cancelled"
 OWN = "own"

@@ -228,7 +228,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def reach(self) -> None:
-        """Ask this prefill engine for KV as a decode engine would. Raises TimeoutError after a few seconds."""
+        """Ask this prefill engine's side channel as a decode engine would. Raises TimeoutError after a few seconds."""
 
     @abstractmethod
     def cpu_seconds(self) -> float:

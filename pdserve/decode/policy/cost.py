@@ -137,7 +137,7 @@ class SeenLoad:
 
     def left(self, own: int, token_seconds: float) -> tuple[float, float]:
         """Return the tokens that the prefill worker has yet to compute, and its seconds per token. `own`: tokens of
-        this decode worker's prompts there. If these are overdue, the worker counts as slower than it reported."""
+        this decode worker's prompts there. If the prompts are overdue, the worker counts as slower than reported."""
         left = self.load.tokens - self.age / token_seconds
         if left >= 0 or not own:
             return max(left, 0.0), token_seconds

@@ -113,7 +113,7 @@ class Faults:
         self.no_grammars = False
         """No structured output can be compiled."""
         self.fatal_pulls = False
-        """A read of KV kills the decode engine, as a missing permission for AMX did."""
+        """A read of KV kills the decode engine."""
         self.deaf = False
         """The prefill engine's side channel closes every connection without an answer."""
 

@@ -53,7 +53,7 @@ class VllmProcess:
         self.ranks: api.MultiprocExecutor | None = None
         """Instead of the core, on a host that has only ranks of the engine."""
         self.side_channel = ""
-        """ZeroMQ address at which other engines ask for KV."""
+        """ZeroMQ address at which other engines ask how to read KV."""
         self.channel_key = CurveKey.of(spec.credentials)
         self.processes: set[psutil.Process] = set()
         self._core_process: api.BaseProcess | None = None
