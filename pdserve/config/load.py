@@ -215,8 +215,8 @@ def _check_prefill(args: Arguments, findings: Findings) -> None:
 
 
 def _follow_processor(processor: Arguments, worker: Arguments, findings: Findings) -> None:
-    """Copy the Processor's templates and parsers to the worker, whose model card takes them to frontends. Any other
-    argument of the Processor must be equal to the worker's."""
+    """Copy the Processor's templates and parsers that the worker lacks to it: its model card takes them to frontends.
+    Report every other argument of the Processor that differs from the worker's."""
     for name, entry in processor.items():
         if shapes_response(name) and name not in worker:
             worker[name] = entry
@@ -244,8 +244,8 @@ def _check_parsers(args: Arguments, findings: Findings) -> None:
 
 
 def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
-    """Check the names of LoRA adapters, and that the engine holds all at once. It must not read an adapter again,
-    because its folder may have other weights later."""
+    """Check the names of LoRA adapters, and that the engine holds all at once: if it loaded one a second time, the
+    folder might have other weights by then."""
     if (entry := args.get("lora-modules")) is None:
         return
     found = static_adapters({"lora-modules": entry.value})
@@ -335,7 +335,7 @@ def _check_nodes(worker: WorkerConfig, args: Arguments, findings: Findings) -> N
 
 
 def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findings) -> None:
-    """Check `gpu` against the ranks of one worker, and `gpu-ids` against those of all: each rank has its own GPU."""
+    """Check `gpu` against the ranks of one worker, and `gpu-ids` against those of all: each rank needs one GPU."""
     ids, gpu = own.get("ServiceArgs.resources.gpu-ids"), own.get("ServiceArgs.resources.gpu")
     needed = worker.count * worker.ranks
     if ids and worker.nodes > 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pdserve.util.errors import ConfigError
 
 MAX_VARIABLE = 100_000
-"""Maximum of a variable's characters and words together."""
+"""Maximum of a variable's characters plus its number of words."""
 
 
 def _nested(left: str, right: str) -> str:

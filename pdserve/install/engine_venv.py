@@ -31,7 +31,7 @@ ENGINE_VARIABLE = "PDSERVE_ENGINE"
 """Environment variable with the folder of the engine's environment."""
 _DONE = ".pdserve-installed"
 _NO_SOLUTION = 1
-"""uv's exit code if no source has the package. After any other failure, the install itself reports the cause."""
+"""uv's exit code if no source has the package. If `--dry-run` fails otherwise, the install reports the cause."""
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _AGAIN = "run it again, and it continues where it stopped"
 _EXTRA_INDEXES = "UV_EXTRA_INDEX_URL"
@@ -53,8 +53,8 @@ def engine_step(platform: str) -> InstallStep:
 
 
 def locked(lock: Path, compiled: bool = True) -> InstallStep:
-    # Without bytecode, nine processes compile the same thousands of files at the first start, or at every start if
-    # PYTHONDONTWRITEBYTECODE is set. With simulated engines, only frontends import vLLM.
+    # Without bytecode, all processes of a graph compile the same thousands of files at the first start, or at every
+    # start if PYTHONDONTWRITEBYTECODE is set. With simulated engines, only frontends import vLLM.
     arguments = (f"--requirements={lock}", *["--compile-bytecode"] * compiled)
     return InstallStep(digest(lock.read_bytes()), arguments)
 

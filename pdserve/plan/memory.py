@@ -19,8 +19,8 @@ GPU_RUNTIME_BYTES = GIB // 4
 """CUDA modules, cuBLAS and FlashInfer workspaces. Logs: 0.24 to 0.26 GiB in vLLM 0.19 to 0.31; 0.05 to 0.25 in 0.7.
 vLLM does not count the CUDA context, which exists before its first measurement."""
 NVSWITCH_BYTES = 185 * GIB // 100
-"""NCCL's additional buffers if NVSwitch joins the ranks. Logs: 2.06 to 2.21 GiB in all on H100 with TP 2 and 4, 1.39
-and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on GPUs joined by PCIe."""
+"""NCCL's additional buffers if NVSwitch joins the ranks. Logs, with GPU_RUNTIME_BYTES: 2.06 to 2.21 GiB on H100 with
+TP 2 and 4, 1.39 and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on GPUs joined by PCIe."""
 GRAPH_POOL_BYTES = GIB // 5
 GRAPH_LAYER_BYTES = 3 * MIB // 20
 """A fit to vLLM's estimate of its CUDA graphs: a pool, and driver memory for each layer of each graph. Logs: 0.26 GiB

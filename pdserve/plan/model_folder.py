@@ -37,7 +37,7 @@ _UNWRITTEN: dict[object, dict[str, int]] = {
 }
 """Values that configs of an architecture may leave out, as transformers fills them in."""
 _TIED = {"gemma", "gemma2", "gemma3_text"}
-"""Architectures whose output layer is the embedding unless the config sets tie_word_embeddings."""
+"""Architectures whose output layer is the embedding if the config does not set tie_word_embeddings."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def make_plan(
     node: int | None = None,
 ) -> Plan:
     """Plan the graph, or with `roles`, `index` and `node` a part of it. A part keeps its KV ports of the whole graph.
-    Lower indices take GPUs before it, roles that are left out take none. Raises nothing: errors are in `problems`."""
+    Workers of lower indices take GPUs first, roles left out take none. Raises nothing: errors are in `problems`."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems)
     config, selection = _with_defaults(config, machine, model), Selection(roles, index, node)

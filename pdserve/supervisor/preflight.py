@@ -26,8 +26,9 @@ ETCD_SPACE = 160 * MIB
 
 
 def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) -> Iterator[tuple[str, str]]:
-    """Why `serve` would refuse the graph now: a subject (`state`, `disk`, `ports`) and a sentence. Ports may be in use
-    by the graph on the state directory, by roles of this file that run without `serve`, and by `ours` (pids)."""
+    """Why `serve` would refuse the graph now: a subject (`state`, `disk`, `ports`) and a sentence. A port is no reason
+    if its user is the graph on the state directory, a role of this file that runs without `serve`, or one of `ours`
+    (pids)."""
     running, problem = running_graph(config)
     if problem:
         yield "state", problem

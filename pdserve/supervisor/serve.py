@@ -72,8 +72,8 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
 async def _serve(
     config: Config, slots: Sequence[Slot], output: ProcessOutput, folder: state.StateFolder
 ) -> None:
-    """Start the servers, then the roles, and watch them until they are stopped. Then stop the roles, leave the
-    registry, and stop the servers and the guardian."""
+    """Start the servers, then the roles. After a stop signal, or if a role cannot be started, stop the roles, leave
+    the registry, and stop the servers and the guardian."""
     task = asyncio.current_task()
     assert task is not None
     _on_stop_signals(task.cancel)
@@ -163,7 +163,7 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[s
 
 
 def _on_stop_signals(act: Callable[[], object]) -> None:
-    """Call `act` at each stop that signals ask for (`Stops`). It replaces the `act` of an earlier call."""
+    """Call `act`, instead of the `act` of an earlier call, at each stop that signals ask for (`Stops`)."""
     stops = Stops()
 
     def stop(number: signal.Signals) -> None:

@@ -156,8 +156,8 @@ def refusal(name: str) -> str | None:
 
 
 def shapes_response(name: str) -> bool:
-    """Whether frontends need the argument, from the worker's model card. Decode engines need the reasoning arguments
-    too: a grammar applies only after the reasoning."""
+    """Whether the worker's model card takes the argument to frontends. Decode engines also need the reasoning
+    arguments: a grammar applies only after the reasoning."""
     return arguments()[name].group == "api" or name.startswith("reasoning-")
 
 

@@ -132,8 +132,8 @@ def _rename(
 
 
 def _move_to_others(read: dict[str, Entry], sections: dict[str, Section], findings: Findings) -> None:
-    """Move the router to the Processor and the served name to the Frontend. Drop engine arguments of the Processor
-    that the worker does not have with the same value."""
+    """Move the router to the Processor and the served name to the Frontend. Drop the Processor's engine arguments,
+    unless the worker has the same value."""
     processor, frontend = sections.setdefault("Processor", {}), sections.setdefault("Frontend", {})
     for name in (*_WORKERS, "Processor"):
         section = sections.get(name, {})

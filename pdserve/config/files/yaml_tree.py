@@ -77,8 +77,8 @@ _OPPOSITES = (
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
-    """Return `did you mean …?` with one to three valid names that begin with `name`, or with a valid name that it
-    misspells. Without such a name, return `otherwise`."""
+    """Return `did you mean …?` for one to three valid names that begin with `name`, else for the valid name that it
+    misspells. If there is none, return `otherwise`."""
     names = list(valid)
     longer = [each for each in names if re.match(re.escape(name) + r"[-_]", each, re.IGNORECASE)]
     if 1 <= len(longer) <= 3:

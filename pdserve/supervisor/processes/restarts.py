@@ -23,7 +23,7 @@ from pdserve.util.errors import PdserveError
 logger = logging.getLogger(__name__)
 
 LOADING_PATIENCE = 2.0
-"""Seconds that a process that is not ready has to stop, since it has no requests to drain."""
+"""Seconds until a stopping process that is not ready is killed: it has no requests to drain."""
 _HISTORY = 50
 """Past runs of a process to keep."""
 _WAIT_AGAIN = 0.5
@@ -152,7 +152,7 @@ class SupervisedProcess(ABC):
     def kind_was_ready(self) -> bool:
         """Whether a process of this kind has ever been ready, so that its configuration is right."""
 
-    async def ended(self, exit_: Exit) -> None:  # noqa: B027 (servers have nothing to do)
+    async def ended(self, exit_: Exit) -> None:  # noqa: B027 (optional)
         """Called when the child and its process group have ended."""
 
 
