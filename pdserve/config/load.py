@@ -215,7 +215,7 @@ def _check_prefill(args: Arguments, findings: Findings) -> None:
 
 
 def _follow_processor(processor: Arguments, worker: Arguments, findings: Findings) -> None:
-    """Copy the Processor's templates and parsers that the worker lacks to it: its model card takes them to frontends.
+    """Give the worker the Processor's templates and parsers that it lacks: its model card takes them to frontends.
     Report every other argument of the Processor that differs from the worker's."""
     for name, entry in processor.items():
         if shapes_response(name) and name not in worker:

@@ -271,7 +271,7 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
 
 
 def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card: Gpu) -> str:
-    """Return changes by which the worker fits: those that `size` confirms, and last a general one."""
+    """Return ways to make the worker fit: those that `size` confirms, and last a general one."""
     args, ways = worker.config.engine_args, list[str]()
 
     def with_(name: str, value: int) -> Memory:
