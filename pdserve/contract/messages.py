@@ -180,7 +180,7 @@ class PrefixesChanged(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """The worker does not serve this frontend: it has another vLLM version, or is draining."""
+    """The worker does not serve this frontend, because their vLLM versions differ or the worker is draining."""
 
     message: str
 

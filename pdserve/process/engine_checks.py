@@ -37,7 +37,7 @@ BUSY = 0.1
 TICK = 0.25
 """Seconds between two checks of an engine that has not replied."""
 REACH_INTERVAL = 10.0
-"""Seconds between two probes of a prefill engine's side channel."""
+"""Seconds between two probes of a prefill engine's side channel, a port where decode engines ask how to read its KV."""
 MAX_UNREACHED = 3
 """Failed probes of the side channel in a row after which the worker ends."""
 DEATH_NOTICED_WITHIN = 5.0

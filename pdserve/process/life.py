@@ -160,7 +160,7 @@ class Service(ABC):
         """Take no new requests, and finish the running ones within the drain timeout."""
 
     def watched(self) -> ProcessReport:
-        """The state for this process's pages. Raises AttributeError before `start`."""
+        """The state for this process's pages. Roles may raise AttributeError before `start`."""
         return ProcessReport()
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:

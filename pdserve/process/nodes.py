@@ -146,7 +146,7 @@ class Follower(Lifetime):
 
     async def _taken(self) -> NodeLeader:
         """Wait until a leader chooses this follower. Raises ConfigError if the leader has other engine arguments
-        than this host's file."""
+        than this host's file, or another vLLM version."""
         logger.info("waiting for a leader: start `pdserve` with the same file on the first host")
         async for _ in self._view.changes():
             leaders = self._leaders()

@@ -115,8 +115,8 @@ class PrefillQueue(Lifetime):
 
     @abstractmethod
     async def listens(self, worker: str) -> bool:
-        """Whether this prefill worker may be alive: false only if the server reports that nothing listens for
-        requests to this worker. Raises TimeoutError if the worker does not answer in time."""
+        """False if the server reports that nothing listens for requests to this prefill worker, else true.
+        Raises TimeoutError if the worker does not answer in time."""
 
     # prefill side
 

@@ -18,11 +18,11 @@ class QueueDepth:
     delivered: int = 0
     """highest known sequence that was delivered to a prefill worker"""
     pending: int = 0
-    """stored requests beyond it, up to `end`"""
+    """number of stored requests after `delivered`, up to `end`"""
     end: int = 0
     """highest sequence that `pending` covers"""
     own: frozenset[int] = frozenset()
-    """sequences of this process's requests, beyond `end`"""
+    """sequences of this process's requests after `end`"""
 
     @property
     def value(self) -> int:
@@ -34,8 +34,8 @@ class QueueDepth:
         return max(self.end, *self.own, 0)
 
     def published(self, sequence: int) -> "QueueDepth":
-        """Update for a request of this process that was stored; confirmations may come out of order. If requests were
-        waiting, those that other processes have stored since count as waiting, too."""
+        """Update for a request of this process that was stored; confirmations may come out of order. With
+        `pending` requests, all after `end` up to this one count as waiting: those of other processes, too."""
         if sequence <= self.end:
             return self
         if self.pending:

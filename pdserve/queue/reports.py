@@ -57,7 +57,7 @@ class StateReports:
         """Return the report of this worker's `state` after a pull; None if decode workers do not need it.
 
         Until the next report, a decode worker does not hear of prompts that the worker pulls for others. So half an
-        interval of work is added, times the share of the other decode workers."""
+        interval of work is added to the load, times the share of the other decode workers."""
         load, asking = state.load, sum(at > now - ACTIVE for at in self._asking.values())
         if load.tokens and load.token_seconds and asking > 1:
             more = self.interval(now) / 2 * (1 - 1 / asking)

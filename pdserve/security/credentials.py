@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 CERTIFICATE_NAME = "pdserve"
-"""DNS name in each certificate, in addition to the hosts' names, for clients that must check a name."""
+"""DNS name in each `node.pem`, in addition to the hosts' names, for clients that must check a name."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([\w-]*\w)?(\.[A-Za-z0-9_]([\w-]*\w)?)*", re.ASCII)
 VALIDITY = timedelta(days=3650)

@@ -1,5 +1,5 @@
-"""Acks of delivered requests. Each is repeated until the server confirms it, because a lost ack would make another
-worker compute a finished request again."""
+"""Acks of delivered requests. Each is sent up to `_MAX_SENDS` times until the server confirms it: a lost ack would make
+another worker compute a finished request again."""
 
 import secrets
 from contextlib import suppress
@@ -15,7 +15,7 @@ from pdserve.queue.jetstream.stream import ServerClock
 from pdserve.util.errors import QueueUnavailable
 
 _MAX_SENDS = 20
-"""Sends after which an unconfirmed ack is dropped."""
+"""Number of sends after which an unconfirmed ack is dropped."""
 
 
 class Acks:

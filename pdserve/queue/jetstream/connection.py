@@ -66,8 +66,8 @@ class NatsConnection(Lifetime):
     """`prepare` sets up each new client before the client counts as connected; if `prepare` fails, another client is
     tried. `outage_effect` is the log's text for what an outage means.
 
-    Entering returns after the first attempt, successful or not. It raises ConfigError if `prepare` does, or if the
-    server and `tls` do not match.
+    Entering returns after the first attempt, successful or not. It raises ConfigError if `prepare` does, if the
+    server and `tls` do not match, or if `url` names several servers and the first one is in no cluster.
     """
 
     def __init__(

@@ -89,13 +89,13 @@ class JetStreamQueue(PrefillQueue):
         self._held = HeldCounts(self._connection)
         self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(MAX_WORKERS)
         self._own_pulls: LruDict[int] = LruDict(MAX_WORKERS)
-        """by prefill worker: the highest sequence of its last pull that had a request of this process"""
+        """by prefill worker: `delivered_seq` after its last pull of a request of this process"""
         self._reports = StateReports()
         self._pulled = asyncio.Event()
         """set by a pull or `load_changed` that `_report_state` has not seen yet"""
         self._last_pull: tuple[QueueState, Puller | None] = QueueState(0, 0), None
-        """the state after this process's last pull, and the puller. `_report_state` resets the state, which may be of
-        another stream later"""
+        """the state after this process's last pull, and the puller. `_report_state` resets the state after its use: by
+        the next report, the stream may be another one"""
         self._created: datetime | None = None
         """when the stream was created, by the server's clock"""
         self._checked_at = 0.0

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
 REPLICAS = 3
-"""Replicas of the stream in a cluster of at least this many servers; one server may then be lost."""
+"""Replicas of the stream in a cluster of at least this many servers. It survives the loss of one."""
 STREAM_FULL = 10077
 """Error code of a stream that has reached its limit of messages or bytes."""
 _NO_SPACE = (10028, 10047)
@@ -104,7 +104,7 @@ class QueueNames:
         return f"{self.root}.prefixes"
 
     def addressed(self, instance: str) -> str:
-        """Subject of requests to one worker. It is named for warm-ups: older versions send no others this way."""
+        """Subject of requests to one worker. It is named for warm-ups: older versions send no other requests this way."""
         return f"{self.root}.warm-ups.{token(instance)}"
 
 
@@ -197,7 +197,7 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
         "duplicate_window": min(120.0, limits.max_age),
         "no_ack": False,
         "sealed": False,
-        # a sealed stream has both; a worker that has read its settings may write them into the stream that replaces it
+        # a sealed stream has both set; a worker that read a sealed stream's settings may write them into the next one
         "deny_delete": False,
         "deny_purge": False,
     }
