@@ -145,8 +145,8 @@ class Follower(Lifetime):
                 return
 
     async def _taken(self) -> NodeLeader:
-        """Wait until a leader chooses this follower. Raises ConfigError if the leader has other engine arguments
-        than this host's file, or another vLLM version."""
+        """Wait until a leader chooses this follower. Raises ConfigError if the leader's engine arguments or vLLM
+        version differ from this host's."""
         logger.info("waiting for a leader: start `pdserve` with the same file on the first host")
         async for _ in self._view.changes():
             leaders = self._leaders()

@@ -220,7 +220,7 @@ class Presence:
         await self.set_card(self._card)
         self._refresh()
         await self._write()
-        if self._newcomer:  # without such a key, the deletion would only wait for etcd
+        if self._newcomer:  # if there is no key, a deletion would only wait for etcd
             await self._registry.delete(keys.newcomer(self.instance))
         self.announced.set()
 

@@ -67,7 +67,7 @@ class NatsConnection(Lifetime):
     tried. `outage_effect` is the log's text for what an outage means.
 
     Entering returns after the first attempt, successful or not. It raises ConfigError if `prepare` does, if the
-    server and `tls` do not match, or if `url` names several servers and the first one is in no cluster.
+    server and `tls` do not match, or if `url` names several servers and the one tried is in no cluster.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
 REPLICAS = 3
-"""Replicas of the stream in a cluster of at least this many servers. It survives the loss of one."""
+"""Replicas of the stream in a cluster of at least this many servers; the stream survives the loss of one."""
 STREAM_FULL = 10077
 """Error code of a stream that has reached its limit of messages or bytes."""
 _NO_SPACE = (10028, 10047)
@@ -104,7 +104,7 @@ class QueueNames:
         return f"{self.root}.prefixes"
 
     def addressed(self, instance: str) -> str:
-        """Subject of requests to one worker. It is named for warm-ups: older versions send no other requests this way."""
+        """Subject of requests to one worker. Named for warm-ups: older versions send no other requests this way."""
         return f"{self.root}.warm-ups.{token(instance)}"
 
 
