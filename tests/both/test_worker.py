@@ -80,7 +80,7 @@ async def test_a_prompt_that_its_own_worker_pulls_counts_as_no_failure(
 async def test_a_prompt_is_prefilled_locally_when_all_caches_are_full(
     pair: BothWorkers, monkeypatch: pytest.MonkeyPatch, draining: bool
 ) -> None:
-    """A worker that drains prefills its own prompt locally, too."""
+    """`draining`: no cache counts as full, but the prompt's worker drains."""
     monkeypatch.setattr(pull_policy, "DECODE_SHARE", 1.0)  # any sequence fills the cache
     for worker in (pair.a, pair.b):
         worker.engine.faults.slow = 20.0

@@ -1,5 +1,5 @@
-"""Faults of engines themselves, on two real engines per role. In float32, every output must equal that of the
-undisturbed graph. Most other faults are tested with simulated engines."""
+"""Some faults on real engines. In float32, every output must equal that of the undisturbed graph. Most other faults
+are tested with simulated engines."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -23,7 +23,7 @@ MODEL = Path(__file__).parent.parent.parent / "pdserve/demo/model"
 
 
 def test_garbage_reaches_a_zeromq_peer_as_messages() -> None:
-    """Each payload arrives alone, after an empty frame, and in a message of four frames."""
+    """Each payload arrives three times: alone, after an empty frame, and in a message of four frames."""
     everything = payloads(1)
     found: list[list[bytes]] = []
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

@@ -132,7 +132,7 @@ async def test_a_frontend_from_start_to_end(config: Config) -> None:
 
 
 async def test_beside_another_frontend_a_new_one_listens_only_when_it_can_serve(config: Config) -> None:
-    """Both share a port. Otherwise a request could wait for the new one's start while the old one could serve it."""
+    """Both share a port: a request that came to the new one too early would wait, though the old one could serve it."""
     other = Instance("frontend-7-other", Role.FRONTEND)
     assert config.etcd is not None
     async with decode_worker(config), connect_registry(config.etcd, config.namespace) as registry:

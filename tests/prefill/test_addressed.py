@@ -94,7 +94,7 @@ async def test_addressed_and_queued_prompts_take_turns(full: Scene) -> None:
 
 
 async def test_small_addressed_prompts_begin_before_the_next_pull(full: Scene) -> None:
-    """They get as many tokens as the last pulled prompt had, because other workers may pull the next one."""
+    """Their turn lasts until they have as many tokens as the last pulled prompt; the next one's length is unknown."""
     for number in range(2):
         await full.ask(f"queued-{number}", list(range(3000 + number, 3200 + number)))
     for number in range(4):

@@ -187,7 +187,7 @@ async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
 
 
 async def test_a_drain_waits_until_kv_is_read(scene: Scene) -> None:
-    """It finishes running prompts and takes no new ones."""
+    """Meanwhile, the worker finishes running prompts and takes no new ones."""
     scene.engine.faults.slow = 100.0
     await scene.ask_and_run()
     scene.worker.stop()
@@ -196,7 +196,7 @@ async def test_a_drain_waits_until_kv_is_read(scene: Scene) -> None:
     assert decode_instance(record).draining
     await scene.ask("new")
     done = await scene.done()
-    await holds(lambda: not scene.life.done() and "new" not in scene.answers)  # its blocks were not read yet
+    await holds(lambda: not scene.life.done() and "new" not in scene.answers)  # the KV is unread
     async with sim(Role.DECODE, "decode-0") as decode:
         await decode.reject(done.handle)
         await asyncio.wait_for(scene.life, 5)

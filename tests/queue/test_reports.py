@@ -145,7 +145,7 @@ async def test_a_backlog_is_reported_to_all_at_a_bounded_rate(
 async def test_a_decode_worker_learns_the_load_of_anothers_addressed_prompts(
     pulled: bool, broadcasts: tuple[Queues, list[QueueState]]
 ) -> None:
-    """Its own prompt was the last that the prefill worker began."""
+    """The decode worker's own prompt was the last that the prefill worker began."""
     decode, _, prefill = await ask(broadcasts, 1)
     worker = Prefill()
     (delivery,) = await prefill.pull(1, 1, worker.puller)

@@ -112,7 +112,7 @@ class Forgetful(OpenAi):
 
 
 async def test_requests_that_never_end_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Server and load generator share an event loop here. The report also says that the loop was blocked."""
+    """Server and load generator share an event loop here; the report says that it was blocked."""
     monkeypatch.setattr(measure, "_HANGS", 3.0)
     made, options = Probe(30.0, 1.0, 1), GoodputOptions(Slo(1.0, 0.8), share=0.3)
     async with tiny_server(Forgetful()) as tiny:

@@ -11,7 +11,7 @@ SEARCHES = 60
 
 
 class Curve:
-    """A server where 90 % keep the SLO at `border` requests per second. The higher `steep`, the fewer keep it above."""
+    """A server where 90 % keep the SLO at `border` requests/s. The higher `steep`, the fewer keep it above `border`."""
 
     def __init__(self, border: float, steep: float) -> None:
         self.border, self._steep = border, steep

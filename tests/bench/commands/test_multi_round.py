@@ -114,7 +114,7 @@ async def test_users_wait_for_a_slow_server() -> None:
 
 
 async def test_late_responses_stay_unfinished() -> None:
-    """`time.sleep` also blocks the load generator, which records its delay."""
+    """`time.sleep` blocks the load generator, which records its delay."""
     async with tiny_server(OpenAi(ttft=30)) as tiny:
         run, load = LoadRun(), _load(9, 1, 9, answer_len=1, seconds=1, patience=0.5)
         asking = asyncio.create_task(load.run(Endpoint(tiny.url, "tiny"), run))

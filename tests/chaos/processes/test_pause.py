@@ -1,4 +1,4 @@
-"""A process waits as long as asked although its monotonic clock is set back, as if the clock had stood still."""
+"""A process's monotonic clock is set back, as if it had stood still. The process still waits as long as asked."""
 
 import os
 import shutil

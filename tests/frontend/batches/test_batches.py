@@ -105,7 +105,7 @@ class Served:
         )
 
     async def end(self, batch: Batch, name: str = "ann", done: int | None = None) -> Batch:
-        """Wait until the batch has ended or, if given, until `done` of its lines have ended."""
+        """Wait until the batch has ended or, given `done`, until that many of its lines have."""
         for _ in range(600):
             batch = await self.client(name).batches.retrieve(batch.id)
             counts = batch.request_counts

@@ -70,7 +70,7 @@ async def test_open_connections_are_answered_during_shutdown(either: ServerCerti
         idle = await asyncio.open_connection(*address, ssl=tls)
         fresh = socket.create_connection(address)
         await shut_down()
-        await asyncio.sleep(2 * LINGER)  # a busy client takes so long for its handshake or its request
+        await asyncio.sleep(2 * LINGER)  # a busy client may need this long for its handshake or its request
         late = await asyncio.open_connection(
             sock=fresh, ssl=tls, server_hostname="localhost" if tls else None
         )

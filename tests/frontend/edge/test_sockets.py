@@ -42,7 +42,7 @@ _WITHOUT_SERVE = (
 
 
 def test_roles_that_one_process_started_share_a_port() -> None:
-    """Systemd can thus start a frontend's successor. A role of another process gets an error with both holders."""
+    """So systemd can start a frontend's successor. A role that another process starts gets an error with both pids."""
     holders, pids, port = [], list[str](), "0"
     for _ in range(2):
         command = [sys.executable, "-c", _WITHOUT_SERVE, port]
@@ -213,7 +213,7 @@ async def test_a_deadline_ends_the_request_of_a_slow_reader(graph: Graph) -> Non
 async def test_a_slow_but_steady_reader_gets_the_whole_answer(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
-    """After its close, the server still sends what is unsent."""
+    """After the server has closed the connection, it still sends what is unsent."""
 
     def slowly(sock: socket.socket) -> bytes:
         answer, slow = b"", time.monotonic() + 1.5

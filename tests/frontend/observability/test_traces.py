@@ -48,7 +48,7 @@ class TracedGraph(Graph):
         return ROUTE in {span.name for span in self.collector.of(trace_id)}
 
     async def ask(self, headers: Any, tokens: int = 100, **body: object) -> httpx.Response:
-        """Post a prompt of `tokens` tokens that no engine has seen."""
+        """Post a prompt of `tokens` tokens, new to all engines."""
         asked = {"model": "demo", "prompt": next(_prompts)[:tokens], "max_tokens": 6, "temperature": 0}
         return await self.http.post("/v1/completions", json=asked | body, headers=headers)
 

@@ -141,7 +141,7 @@ async def test_a_request_at_a_draining_worker_goes_to_another(graph: Graph) -> N
 
 
 async def test_a_request_ends_when_four_workers_have_lost_it(graph: Graph) -> None:
-    """A killed process does not say why it died, so the fourth loss ends the request, not the second."""
+    """A killed process does not report its engine's death. Two such reports would end the request."""
     request = post(graph)
     for _ in range(4):
         async with graph.worker(pace=None) as worker:

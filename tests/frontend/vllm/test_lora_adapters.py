@@ -108,7 +108,7 @@ async def test_names_and_paths_are_bounded(adapted: Adapted) -> None:
 async def test_a_request_continues_with_its_adapter_when_its_worker_dies(
     adapted: Adapted, tmp_path: Path
 ) -> None:
-    """The adapter is unloaded even before the worker dies."""
+    """The adapter is unloaded before the worker dies."""
     path = str(adapter_in(tmp_path, "green"))
     await adapted.post(LOAD, lora_name="green", lora_path=path)
     green = adapted.number("green")
