@@ -100,7 +100,7 @@ class Visit:
 
     async def looks_again(self) -> None:
         """Wait until the page shows a state that was asked for after this call."""
-        # the first response may be to an earlier request; the third request is sent after the second response is shown
+        # the first response may be to an earlier request; the third request comes once the second response is shown
         for _ in range(3):
             async with self.page.expect_response("**/dashboard/state"):
                 pass

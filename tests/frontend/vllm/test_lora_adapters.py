@@ -78,7 +78,8 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
 
 
 async def test_the_second_app_of_a_process_has_its_routes_once(adapted: Adapted) -> None:
-    """vLLM adds the adapter routes to one router for all apps. Adding them twice would warn, which fails a test."""
+    """vLLM adds the adapter routes to one router for all apps. If an app had them twice, `/openapi.json` would cause a
+    warning, which fails a test."""
     assert LOAD not in (await adapted.second.http.get("/openapi.json")).raise_for_status().json()["paths"]
 
 
