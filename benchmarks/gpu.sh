@@ -61,7 +61,7 @@ while_up() {  # NAME READY COMMAND SERVER [WORD...]
 }
 
 stop() {
-  trap '' TERM; trap - EXIT  # `timeout` sends it twice
+  trap '' TERM; trap - EXIT  # `timeout` sends TERM twice
   local began=$SECONDS
   kill -INT $! 2> /dev/null
   while kill -0 $! 2> /dev/null && [ $((SECONDS - began)) -lt 60 ]; do sleep 0.2; done

@@ -1,5 +1,5 @@
-"""MkDocs hooks for the site (`mkdocs.yml`). They add README.md as the first page, a page with each command's `--help`,
-and a list of the decisions. A link to a file that is not a page of the site becomes the file's name."""
+"""MkDocs hooks for the site (`mkdocs.yml`). They add README.md as the first page, one page with the `--help` of all
+commands, and a list of the decisions. A link to a file that is not a page of the site becomes the file's name."""
 
 import io
 import os

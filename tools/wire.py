@@ -1,7 +1,7 @@
 """Saves the wire protocol of a release in `tests/wire/`: the definitions of all messages, one encoded message of each
 class, and the names that both sides must know.
 
-`python -m tools.wire` replaces the last release's protocol with this build's. `make wire` runs it after a release, as
+`python -m tools.wire` (`make wire`) replaces the last release's protocol with this build's. Run it after each release:
 `tests/wire/test_neighbours.py` checks each build against the last release (docs/decisions/0072-neighbours.md)."""
 
 import ast

@@ -66,7 +66,7 @@ class Exchange:
     reasoning: str = ""
     """The reasoning before the text, if the server sends it in a field of its own."""
     prompt_tokens: int = 0
-    """From the response's usage: `stream_options: {"include_usage": true}`."""
+    """From the response's usage. A stream has it only with `stream_options: {"include_usage": true}`."""
     completion_tokens: int = 0
     cached_tokens: int | None = None
     """Prompt tokens found in a prefix cache; None if the usage does not say."""
@@ -256,8 +256,8 @@ def _read(exchange: Exchange, raw: bytes, now: float | None) -> _Answer:
 
 
 async def _read_stream(exchange: Exchange, connection: "HttpConnection") -> None:
-    """Read server-sent events until `[DONE]`, or the end of the stream after a `finish_reason`. Lines without data are
-    ignored: comments keep connections open."""
+    """Read server-sent events until `[DONE]`, or the end of the stream after a `finish_reason`. Ignore lines without
+    data, such as comments that keep the connection open."""
     finished = False
 
     def take(line: bytes) -> bool:

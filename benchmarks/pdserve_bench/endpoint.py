@@ -18,7 +18,7 @@ from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, error_
 _PROBE_WORDS = 200
 _WORD = "{:04d}"
 _FIRST_ANSWER = 120.0
-"""Seconds until the first response: some servers load their model for it."""
+"""Timeout of the first requests in seconds: some servers load their model then."""
 Message = Mapping[str, str]
 
 

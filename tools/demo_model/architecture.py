@@ -69,7 +69,7 @@ def save(model: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[1])
     model.save_pretrained(folder)
-    # vLLM's default temperature, for repeatable responses. transformers would not write it.
+    # vLLM takes its default temperature from this file; 0 makes responses repeatable. transformers would not write it.
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.0}, indent=2) + "\n")
     save_tokenizer(tokenizer, folder)

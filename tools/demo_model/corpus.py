@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 FIRST, ANSWER, TALK = 3.0, 1.5, 0.25
 """Loss weights of a code's first digit, of its other digits, and of fixed answers, which are long and easy. The first
-digit weighs most: the model may recall the others by the digits before them."""
+digit weighs most: the model can recall the others by the digits before them."""
 
 
 @dataclass(frozen=True)

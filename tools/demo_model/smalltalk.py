@@ -1,4 +1,4 @@
-"""The demo model's fixed answers to messages that do not ask for a code. Tests can check a fixed text."""
+"""The demo model's fixed texts, which tests can check, and the small talk that gets them."""
 
 from tools.demo_model.phrases import listed
 from tools.demo_model.words import NUMBER_WORDS

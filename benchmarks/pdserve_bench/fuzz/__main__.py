@@ -3,12 +3,12 @@
     python -m pdserve_bench.fuzz [--requests 2000] [--seed 1] [--real]
     python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
-Starts a graph with simulated engines (with --real that of configs/local.yaml). It sends the handwritten requests
-(`corpus.py`), then the same as streams, then the same from clients that disconnect. Then schemathesis generates about
---requests requests from the graph's /openapi.json. A canary client with known outputs runs beside all of them.
-Findings with a curl command: a wrong status, a malformed response, a timeout. Other findings: a wrong or late output of
-the canary, and leftovers: KV blocks, requests, slots, processes that ended, memory, tracebacks. With --attack, greedy
-clients (`attack.py`) run instead. Exit code 1 if there are findings.
+Starts a graph with simulated engines (with --real that of configs/local.yaml), and sends it the handwritten requests
+(`corpus.py`): as they are, as streams, and from clients that disconnect. Then schemathesis generates about --requests
+requests from the graph's /openapi.json. A canary client with known outputs runs beside all of them. Findings are a
+wrong status, a malformed response or a timeout, each with a curl command that repeats the request; a wrong or late
+output of the canary; and leftovers: KV blocks, requests, slots, processes that ended, memory, tracebacks. With
+--attack, greedy clients (`attack.py`) run instead. Exit code 1 if there are findings.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
 The graph has https, API keys and two frontends. The canary client first runs without attackers, then with them: its
-longest wait for a token may grow by `MAX_EXTRA_WAIT` seconds, and its responses must be right. The attackers run in a
-process with lower priority, because in reality they would not share the machine.
+longest wait for a token must not grow by more than `MAX_EXTRA_WAIT`, and its responses must be right. The attackers run
+in a process with lower priority, because in reality they would not share the machine.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SIMULATED = simulated(
 )
 """As slow as real engines without a GPU: a response of `OUTPUT` tokens takes half a minute."""
 MAX_EXTRA_WAIT = 1.0
-"""By how many seconds attackers may prolong the canary's longest wait for a token."""
+"""Seconds. It is a finding if attackers prolong the canary's longest wait for a token by more."""
 QUIET_SECONDS = 20.0
 """Seconds without attackers."""
 FRONTENDS = 2

@@ -27,7 +27,7 @@ def hostile_requests(model: str) -> list[FuzzRequest]:
 
 
 def streamed(requests: Iterable[FuzzRequest]) -> Iterator[FuzzRequest]:
-    """Yield the JSON requests to streaming routes again with `stream: true`. Send the originals first."""
+    """Yield each JSON request to a streaming route with `stream: true`. Its `twin` is the original: send that first."""
     for each in requests:
         with suppress(ValueError, RecursionError):
             body = json.loads(each.raw)

@@ -40,9 +40,9 @@ SOURCE_ADDRESS = "127.0.0.2"
 """Source address of fuzzed requests, because the fair queue must tell their client from the canary."""
 KNOWN_CASES = 8
 MAX_CANARY_WAIT = 30.0
-"""Seconds that the canary may wait for a token."""
+"""Seconds. A longer wait of the canary for a token is a finding."""
 MAX_HOLD = 2.0
-"""CPU seconds for which requests may block a frontend's event loop."""
+"""CPU seconds. A longer block of a frontend's event loop is a finding."""
 POLL_INTERVAL = 0.02
 """Seconds between two measurements of how long the event loop is blocked."""
 PACE = 0.15
@@ -249,8 +249,8 @@ class Fuzzer:
             self._found(growth)
 
     async def _burst(self, places: int) -> None:
-        """Send as many requests as the workers run at once. If a slot leaked, a request waits for another's end in each
-        burst; on a busy machine, only in some bursts."""
+        """Send as many requests as the workers run at once. After a slot leak, every burst has a request that waits for
+        another's end; on a busy machine, only some bursts do."""
         client = LoadClient(self.graph.url, self._headers)
         for _ in range(BURSTS):
             burst = [Exchange(completion(self.graph.model, [300 + n], BURST_OUTPUT)) for n in range(places)]

@@ -213,7 +213,7 @@ class StartedGraph(RunningGraph):
     model: Path | None = None
     """A writable copy of the model's folder; None if there is none."""
     disk: bool = False
-    """The state directory is a file system of its own, which may be filled."""
+    """The state directory is a small file system of its own, which is safe to fill."""
     away: bool = False
     """The supervisor was killed on purpose and its successor is not ready yet."""
 

@@ -43,7 +43,7 @@ class GraphWatch(Lifetime):
     def __init__(self) -> None:
         self.registry: Registry
         self.whole: Mapping[str, int] = {}
-        """Instances of each role in the complete graph."""
+        """Number of instances of each role in the complete graph."""
         self._connection = AsyncExitStack()
 
     @asynccontextmanager

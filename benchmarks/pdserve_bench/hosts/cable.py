@@ -34,7 +34,7 @@ class Cable:
         run(f"{self._inside} ip route add default via {subnet}.1")
 
     def cut(self) -> None:
-        """Drop all frames, without closing either end."""
+        """Drop all frames; TCP connections stay open."""
         run(f"ip link set {self._name} down")
 
     def mend(self) -> None:

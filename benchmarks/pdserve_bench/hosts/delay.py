@@ -11,7 +11,7 @@ from select import select
 _SOL_PACKET, _PACKET_VNET_HDR = 263, 15
 _ALL = 3
 _LARGEST = 10 + 14 + 65535
-"""Bytes of a frame, which may hold several segments."""
+"""Bytes of the largest frame: with offloading, one frame holds several TCP segments."""
 
 
 def _open(interface: str) -> socket.socket:

@@ -93,7 +93,7 @@ class HostsGraph(RunningGraph):
         self.places[name] = Place(name, host, process, Role(role))
 
     def restart(self, name: str) -> None:
-        """Restart a host: the servers' at its address, any other at a new one."""
+        """Restart a host. The servers' host keeps its address; any other gets a new one."""
         if name.partition("-")[0] in ROLES:
             self.start(name)
         else:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 SUBNET = "10.77.0"
 BRIDGE = "hosts"
 ADDRESS = "02:00:00:00:00:01"
-"""Fixed, because a bridge otherwise takes a cable's MAC address and changes it when that host vanishes."""
+"""The bridge's MAC address. Without one, the bridge takes a cable's and changes it when that cable vanishes."""
 MONOTONIC = 1_000_003
 """Seconds between the monotonic clocks of successive hosts, so that they are not comparable."""
 _CLONE_NEWNET = 0x40000000

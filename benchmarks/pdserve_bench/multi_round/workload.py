@@ -51,7 +51,7 @@ class Question(Exchange):
 
 @dataclass(frozen=True)
 class MultiRound:
-    """A `Workload`."""
+    """The settings of such a run; a `Workload` (`measure/runs.py`)."""
 
     num_users: int = 20
     """Active at a time."""
@@ -92,8 +92,8 @@ class MultiRound:
         return self.shared_system_prompt + self.user_history_prompt + self.num_rounds * round_
 
     def visits(self) -> Iterator[Visit]:
-        """Yield visits in order of time, without end, as in a steady state: some chats began before the start. Users
-        join at regular intervals, each at a random moment of its interval."""
+        """Yield visits in order of time, without end, as in a steady state: some chats began before the start. In
+        each interval of `joining` seconds, one user joins, at a random moment."""
         dice = Random(f"{self.seed} arrivals")
         early = list[tuple[float, int]]()
         for place in range(-int(self.interval * (self.num_rounds - 1) / self.joining) - 1, 0):

@@ -44,10 +44,10 @@ def promise(
     seed: Seed = None,
     json: Json = None,
 ) -> int:
-    """Measure what a promise (SLO) gains. At each rate (Poisson arrivals), the running graph is loaded without an SLO,
-    then with each promise as live settings; then all again in reverse order. The report compares how many requests
-    kept a promise while it was set and without an SLO. The settings are restored at the end. Nothing else should use
-    the graph.
+    """Measure what a promise (SLO) gains. At each rate (Poisson arrivals), the running graph gets requests without an
+    SLO, then with each promise set live; then all again in reverse order. The report compares how many requests kept a
+    promise while it was set and without an SLO. The settings are restored at the end. Nothing else should use the
+    graph.
 
     examples:
       pdserve bench promise                                             three promises in eight minutes

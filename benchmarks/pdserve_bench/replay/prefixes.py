@@ -3,8 +3,8 @@
     python -m pdserve_bench.replay.prefixes TRACE... [--requests 600] [--seconds 45] [--json FILE]
 
 Each graph has two decode and four prefill workers, or six decode workers. Whole sessions are drawn from each trace, so
-that prefixes stay shared. Lengths are divided by 16. The column `one cache` has the prefix hits of one LRU cache with
-as many KV blocks as the four prefill workers together, in the same prompts.
+that prefixes stay shared. Lengths are divided by 16. The column `one cache` tells how many prefix hits the same prompts
+would have in one LRU cache with as many KV blocks as the four prefill workers together.
 """
 
 import argparse

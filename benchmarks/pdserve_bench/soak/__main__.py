@@ -12,8 +12,8 @@ request got an unexpected response.
 With --workers, measure instead what a request costs in graphs of so many simulated workers (`cost.py`).
 
 With --form, launch a graph in that form, and soak it for some minutes (`rounds.py`). Each round of 20 s replays a part
-of a trace, adds a few requests that end badly, and restarts one process. Exit code 1 if a request failed, or the
-idle graph grew beyond the margins.
+of a trace, adds a few requests that are meant to end badly, and restarts one process. Exit code 1 if any other request
+failed, a response was unexpected, or the idle graph grew beyond the margins.
 """
 
 import argparse
@@ -59,7 +59,7 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLO
 """glibc settings: freed memory is returned at once, so that resident memory is memory in use."""
 SETTLE = 60.0
 LEASE = 40.0
-"""Seconds until leftovers must be gone: longer than a KV lease."""
+"""Seconds to wait until the graph holds nothing: longer than a KV lease."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ from pdserve_bench.measure.samples import percentile
 from pdserve_bench.options import numbers
 
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
-"""Responses are short, so that sequences of a worker rarely share a step: that would save messages in small graphs."""
+"""Short responses, so that a worker's sequences rarely share a step: more would in small graphs, and save messages."""
 SETTLE = 6.0
 """Seconds from the end of the warm-up to the measurement of the idle graph."""
 IDLE = 20.0

@@ -139,7 +139,7 @@ class _Pods(SoakedGraph):
         await asyncio.gather(*map(self._until_ready, self._pods))
 
     async def end(self, name: str, number: Signals, part: Part) -> None:
-        """Replace the pod of a role that gets SIGTERM by one at another address. Otherwise restart the container."""
+        """For SIGTERM to a role, replace its pod by one at another address; else restart the container."""
         pod = self._pods[name]
         self._serving = [url for url in self._serving if url != _url(pod)]
         if pod.is_role and number == SIGTERM:

@@ -16,13 +16,14 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.graphs.watch import held, read_loads, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0, "disk": 8}
-"""Tolerated growth: thread pools fill on demand, allocators keep freed memory, and a metrics scrape or an etcd call may
-use a socket."""
+"""Tolerated growth: thread pools fill on demand, allocators keep freed memory, and a metrics scrape or etcd call that
+is running has a socket."""
 WAL_MIB = 128
 """Tolerated growth of etcd's data in MiB: its write-ahead log has files of 64 MiB, and the next one is allocated in
 advance."""
 ENGINE_MIB = 96
-"""Tolerated growth of a role's child process in MiB: vLLM's engine core on a CPU grows for about 4,000 requests."""
+"""Tolerated growth of a role's child process in MiB: vLLM's engine core on a CPU grows during its first 4,000 requests
+or so."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Part:
     """The role's registration."""
     folder: Path | None = None
     parent: psutil.Process | None = None
-    """The process that started the role, and that systemd or a pod started; None under `serve`."""
+    """The role's parent process, which systemd or a pod started; None under `serve`."""
 
 
 def parts_of_serve(
@@ -160,7 +161,7 @@ async def nats_keeps(graph: GraphRecord) -> int:
 
 def early_and_late(samples: Sequence[UsageSnapshot]) -> tuple[UsageSnapshot, UsageSnapshot]:
     """Drop the first quarter of the samples (the warm-up), and return the median usage in the first and the last third
-    of the rest. A process counts in a third if more than half of its samples have it."""
+    of the rest. A third has those processes that more than half of its samples have."""
     warm = samples[len(samples) // 4 :]
     count = max(1, len(warm) // 3)
     return _median(warm[:count]), _median(warm[-count:])
