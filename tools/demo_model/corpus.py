@@ -35,16 +35,16 @@ digit weighs most: the model can recall the others by the digits before them."""
 class Mix:
     """Composition of a document. Each curriculum stage has one."""
 
-    tokens: int  # approximate length of the document
+    tokens: int  # length of the document, at least
     talk: float = 0.0  # share of turns that are not about a code
     raw: float = 0.35  # share of documents in completion form, without chat markup
     again: float = 0.25  # share of a raw document's turns that repeat a fact, the easiest recall
     canonical: float = 0.5  # share of facts and questions in their first form
-    filler: tuple[float, float] = (0.0, 0.9)  # share of the context that is filler, drawn uniformly
+    filler: tuple[float, float] = (0.0, 0.9)  # bounds of the share of the context that is filler
     ledger: float = 0.0  # share of documents that are bare ledgers, see `ledger_document`
     joints: int = 1  # how many of `phrases.JOINTS` a ledger uses
     digits: int = 4  # the length of a ledger's codes
-    context: tuple[float, float] = (0.3, 0.7)  # share of the document before the questions
+    context: tuple[float, float] = (0.3, 0.7)  # bounds of the share of the document before the questions
 
 
 def thing(rng: random.Random) -> str:

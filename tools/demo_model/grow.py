@@ -1,6 +1,6 @@
 """Make a larger demo model: `python -m tools.demo_model.grow --size 30M OUT` takes seconds, and nothing is trained.
 
-It has the demo model inside wider and more layers. Engines compute the added random weights too, but these do not
+It is the demo model with wider layers and more of them. Engines compute the added random weights too, but these do not
 change the residual stream. So the model costs as much as any of its size, recalls codes as the demo model does, and a
 wrong KV block shows as a wrong answer (Net2Net, Chen et al. 2016, without the noise)."""
 

@@ -47,7 +47,7 @@ def _json(name: str, path: str, body: Mapping[str, Any], expected: Collection[in
 
 
 def _raw(name: str, raw: bytes, *expected: int, path: str = COMPLETIONS, **headers: str) -> FuzzRequest:
-    """`headers` in kebab-case."""
+    """`headers`: names with hyphens, so pass them as `**{...}`."""
     return FuzzRequest(name, path, raw, headers, expected=frozenset(expected))
 
 

@@ -16,7 +16,7 @@ class FuzzRequest:
     """Added to the usual ones, or replacing them."""
     method: str = "POST"
     expected: frozenset[int] | None = None
-    """Allowed statuses, 0 for no response; None: any below 500."""
+    """Statuses allowed beside 429, 0 for no response; None: any below 500."""
     leaves: float | None = None
     """Seconds until its client disconnects; None: it reads to the end."""
     twin: str = ""

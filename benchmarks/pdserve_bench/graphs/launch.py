@@ -33,7 +33,7 @@ from pdserve_bench.graphs.simulated import write
 T = TypeVar("T")
 
 REAL = Path("configs/local.yaml")
-"""The graph with real engines that programs start with `--real`."""
+"""The file of the graph that `--real` starts, with real engines."""
 PDSERVE = (sys.executable, "-m", "pdserve")
 VLLM = "vllm.entrypoints.launchers.api_server.entry"
 START_WITHIN = 900.0

@@ -98,7 +98,7 @@ class Network:
         that started it ends."""
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """Run in a thread, because changing links takes several commands and must not block clients of this loop."""
+        """Run in a thread: changing links takes several commands, which would block the event loop and its clients."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def host(self, name: str, clock: float = 0.0) -> "Host":

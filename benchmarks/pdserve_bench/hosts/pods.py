@@ -35,11 +35,11 @@ PROGRAMS = {
     "pdserve": [sys.executable, "-m", "pdserve"],
     "nats": [str(nats_binary())],
 }
-"""Programs of images, by command or name of the image."""
+"""Programs of this machine that run in place of an image's, by command or name of the image."""
 CLAIMS = {"models": MODEL_DIR.parent}
 """Persistent volume claim -> folder of this machine."""
 _ELSEWHERE = {"/data": "/srv"}
-"""Folder of an image -> folder of this machine."""
+"""Folder in the chart's pods -> existing folder of this machine to use for it."""
 _MACHINE = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 _MOUNTS = """
 set -e
