@@ -46,7 +46,7 @@ MAX_HOLD = 2.0
 POLL_INTERVAL = 0.02
 """Seconds between two measurements of how long the event loop is blocked."""
 PACE = 0.15
-"""CPU seconds of the reference machine for a sum of five million numbers. Holds above `MAX_HOLD` are scaled to it."""
+"""CPU seconds of the reference machine for a sum of five million numbers. Times above `MAX_HOLD` are scaled to it."""
 TOLD_EVERY = 10.0
 GROWTH = {"blocks": 0, "sockets": 8, "files": 8, "tasks": 8, "threads": 24, "MiB": 400}
 """Tolerated growth per process: pools and allocators fill up. The soak test finds slow leaks."""
