@@ -190,7 +190,7 @@ def _put_positional(server: Server, word: str) -> None:
     if "model" not in server.args and "the model" not in server.dropped:
         server.put("model", word, "the model")
     elif isinstance(word, Unset):
-        server.dropped[word.missing] = "is not set in the file: add its arguments to the graph."
+        server.dropped[word.missing] = "is not set in the file: put what it stands for in the graph."
     else:
         server.dropped["a word beside the model"] = "is one too many: vLLM takes one model."
 

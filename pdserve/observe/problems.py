@@ -33,7 +33,7 @@ MAX_PROBLEMS = 12
 FULL = 0.97
 """Share of the KV blocks in use from which on a KV cache is reported as full."""
 
-_NO_STAND_IN = "cannot stand in (started without a decode worker, or not configured for it)"
+_NO_STAND_IN = "cannot stand in (no decode worker when they started, or not configured)"
 _WITHOUT_QUEUE = "prompts are computed at decode workers"
 _LOG, _TRACE = "see its log", "`pdserve trace` lists them"
 _SERVER = "start it, or repair the network to it"

@@ -51,7 +51,9 @@ def _ranks(config: Config, model: ModelFacts) -> Iterator[str]:
     if model.latent or few == many:
         yield f"Each of the {decode.ranks} decode ranks reads KV from one of the {prefill.ranks} prefill ranks."
     elif decode.ranks > prefill.ranks:
-        part = "copies of its KV heads" if decode.ranks > model.kv_heads else "a part of its KV heads"
+        part = (
+            "a KV head that others read, too" if decode.ranks > model.kv_heads else "a part of its KV heads"
+        )
         yield f"{many // few} decode ranks read from each prefill rank, each {part}."
     else:
         yield f"Each decode rank reads from {many // few} prefill ranks, and joins their KV heads."

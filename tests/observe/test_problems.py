@@ -138,7 +138,7 @@ STATES = {
     f"bad: decode-0 {SILENT}\n"
     f"{DOWN}; it will be started again (4 s)\n"
     "bad: no decode worker is available: requests wait for one until their deadlines; prefill-0, prefill-1 cannot "
-    "stand in (started without a decode worker, or not configured for it)": state(
+    "stand in (no decode worker when they started, or not configured)": state(
         silent=("decode-0-d0",), slots=[KILLED], instances=WITHOUT_1
     ),
     f"bad: decode-0 {SILENT}\n"
@@ -149,7 +149,7 @@ STATES = {
     ),
     "bad: no prefill worker of demo is available: prompts are computed at decode workers\n"
     "bad: no decode worker of other is available: requests wait for one until their deadlines; prefill-0 cannot stand "
-    "in (started without a decode worker, or not configured for it)\n"
+    "in (no decode worker when they started, or not configured)\n"
     "bad: the prefill queue of other is full: 2 of 2; prompts are computed at decode workers": state(
         instances=[FRONTEND, *PREFILLING_REMOTELY, replace(PREFILL[0], model="other")],
         slots=[SlotState("none", Role.PREFILL)],

@@ -61,8 +61,7 @@ async def test_failed_work_runs_again_and_logs_each_type_of_error_once(
     await holds(lambda: runs <= 14)
 
 
-async def test_work_until_done_ends_on_return_or_a_dead_engine() -> None:
-    """A dead engine also ends work without `until_done`."""
+async def test_work_until_done_ends_on_return_and_other_work_by_a_dead_engine() -> None:
     errors = [KeyError("not expected")]
 
     async def work() -> None:

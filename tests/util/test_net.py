@@ -18,7 +18,7 @@ def test_free_ports_are_below_the_ephemeral_ports(host: str) -> None:
     assert all(15000 <= free_port(host, 32) <= 30000 for _ in range(20))
 
 
-def test_no_port_is_given_twice_also_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_port_is_given_twice_even_across_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise graphs that start together might choose one port, on which none of them listens yet."""
     first = 10000 + 12 * (os.getpid() % 400)  # ports that no other test uses
     last = first + 11

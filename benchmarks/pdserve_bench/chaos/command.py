@@ -47,7 +47,7 @@ def chaos(
     only: Annotated[
         str, typer.Option(metavar="NAMES", help="only these faults, as decode-kill,etcd,drain")
     ] = "",
-    workers: Annotated[int, typer.Option(metavar="N", min=1, help="minimal processes per role")] = 2,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="minimum of processes per role")] = 2,
     clusters: Annotated[
         bool, typer.Option("--clusters", help="clusters of three NATS and three etcd, and their faults")
     ] = False,

@@ -59,7 +59,7 @@ def compare(
     The result is for --rate, else for the trace's mean rate, else for the highest rate.
 
     With --clients, no goodput is searched: FILE's graph and one plain vLLM engine (on a CPU, one for each thread
-    count) stay up. For each number of clients, they are loaded in turn. A client asks again once it has a response.
+    count) stay up. For each number of clients, they get requests in turn. A client asks again once it has a response.
 
     Nothing else should run on the machine. Ctrl-C shows the result so far. The exit code is 0 whatever the result, 130
     after Ctrl-C.

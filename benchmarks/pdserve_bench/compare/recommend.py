@@ -196,7 +196,7 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
         return Verdict.DONT, f"{carried}{times}. {_limits(separate, together)}", ""
     if together.broken is None and separate.broken is None:
         reason = f"{both}: both carried every rate that was tried."
-        return Verdict.SAME, reason, "Give --minutes more, or ask about a --rate that you have."
+        return Verdict.SAME, reason, "Give --minutes more, or give the --rate of your users."
     itself = f" (the same system against itself: {asked.noise:.0%})" if asked.noise else ""
     reason = f"{both}: the difference is too small to be certain{itself}."
     return Verdict.SAME, reason, "Longer probes (--minutes) would tell smaller differences apart."

@@ -63,8 +63,8 @@ def goodput(
     --precision. Its ends get up to three probes each, until they are certain. This usually takes three
     to six minutes. Ctrl-C shows the result so far.
 
-    A second run with the same --seed sends the same prompts, which may be in the server's prefix cache. Run it on
-    another machine than the server if you can; the report says when the load generator itself was late.
+    A second run with the same --seed sends the same prompts, which may be in the server's prefix cache. Run the
+    benchmark on another machine if you can; the report says when the load generator itself was late.
 
     examples:
       pdserve bench goodput                                     the running graph of this machine

@@ -58,7 +58,7 @@ LENGTHS = {"sim": (8, 1200), "real": (8, 400)}
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """glibc settings: freed memory is returned at once, so that resident memory is memory in use."""
 SETTLE = 60.0
-LEASE = 40.0
+CLEAR_WITHIN = 40.0
 """Seconds to wait until the graph holds nothing: longer than a KV lease."""
 
 
@@ -93,7 +93,7 @@ async def soak(
             load = MixedLoad(lambda: Endpoint(graph.url, graph.model), lengths, seed)
             await load.run(count)
             ended = time.monotonic()
-            await watch.leftovers(LEASE)
+            await watch.leftovers(CLEAR_WITHIN)
             return load, ended
 
         await watch.move(graph)
@@ -173,7 +173,7 @@ def main() -> int:
         for name, value in ALLOCATOR.items():
             os.environ.setdefault(name, value)
         problems = _soak(args, Path(folder))
-    print("\n".join(problems[:40]) or "no leaks, and no request failed")
+    print("\n".join(problems[:40]) or "no leaks, nothing unexpected")
     return int(bool(problems))
 
 

@@ -224,7 +224,7 @@ class BatchRun:
                     pause = min(MAX_PAUSE, float(response.headers.get("retry-after", MAX_PAUSE)))
                     self._resume = time.monotonic() + pause
             if outcome.error is not None and self._has_failed(number):
-                message = f"{MAX_TRIES} times {type(outcome.error).__name__}"
+                message = f"failed {MAX_TRIES} times: {type(outcome.error).__name__}"
                 error = {"code": "internal_error", "message": message}
                 result = "failed", number, _result(custom_id, None, error)
         finally:

@@ -78,7 +78,7 @@ def exchange(at: float, ttft: float, cached: int | None = None) -> Exchange:
     return made
 
 
-def test_the_rate_of_requests_that_are_all_sent_at_once_counts_the_wait_for_them() -> None:
+def test_the_rate_of_requests_sent_at_once_is_over_the_whole_run() -> None:
     found = result(exchange(0.0, 0.1), exchange(0.0, 0.2))
     found.run.asks_until = found.run.began + found.seconds
     assert found.report().lead.endswith(": 0.04 requests/s.")

@@ -204,7 +204,9 @@ async def test_only_a_sampled_request_is_traced(graph: TracedGraph, worker: Work
     assert graph.collector.of(unsampled) == []
 
 
-async def test_a_request_without_one_valid_parent_begins_a_trace(graph: TracedGraph, worker: Worker) -> None:
+async def test_a_request_continues_a_trace_only_if_exactly_one_parent_is_valid(
+    graph: TracedGraph, worker: Worker
+) -> None:
     (first, given), (second, other) = client_trace(), client_trace()
     for wrong in (
         [("traceparent", f"00-{'1' * 32}-{PARENT}-01-more")],

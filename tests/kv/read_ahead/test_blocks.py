@@ -73,7 +73,7 @@ def test_each_piece_reads_only_new_blocks(ahead: ReadAhead, pool: MemoryPool) ->
 
 
 @pytest.mark.parametrize("handle", [[11, 12], [11, 13, 12], [12, 11, 13], []])
-def test_blocks_that_the_last_handle_does_not_name_are_not_used(
+def test_blocks_are_unused_unless_the_handle_names_all_in_order(
     ahead: ReadAhead, pool: MemoryPool, handle: list[int]
 ) -> None:
     ahead.end_reads(read(ahead, pool, [11, 12, 13]), 1, pool)
