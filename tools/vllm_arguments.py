@@ -128,7 +128,7 @@ def _in_source(source: str) -> Iterator[str]:
 
 
 def removed_since(versions: list[tuple[str, set[str]]]) -> dict[str, str]:
-    """Return by removed argument the first version without it. `versions` begins with the oldest."""
+    """Map each removed argument to the first version without it. `versions` begins with the oldest."""
     since: dict[str, str] = {}
     for (_, before), (version, after) in pairwise(versions):
         since |= dict.fromkeys(before - after, ".".join(version.split(".")[:2]))

@@ -58,7 +58,7 @@ JSON = (
 """Records in JSON: in etcd, on pages of processes, and in the state directory."""
 RENAMED = {"Watched": "ProcessReport"}
 """Name of a class in the last release -> in this build. Neither name is ever sent."""
-_RECORDS = {"Struct", "StrEnum"}
+_BASES = {"Struct", "StrEnum"}
 
 
 class Protocol(NamedTuple):
@@ -202,7 +202,7 @@ def _records(tree: ast.Module) -> Iterator[ast.stmt]:
     defaults = {value.id for value in values if isinstance(value, ast.Name)}
     for node in tree.body:
         match node:
-            case ast.ClassDef(bases=[base, *_]) if ast.unparse(base).rpartition(".")[2] in _RECORDS:
+            case ast.ClassDef(bases=[base, *_]) if ast.unparse(base).rpartition(".")[2] in _BASES:
                 fields = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
                 node.body = [*fields] or [ast.Pass()]
                 yield node

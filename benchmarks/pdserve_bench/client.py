@@ -110,7 +110,7 @@ class Exchange:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens per second since the first token; None if unfinished or if all arrived at once."""
+        """Output tokens per second since the first token; None if unfinished, or before a second token."""
         took = self.ended - self.arrivals[0] if self.ended and len(self.arrivals) > 1 else 0.0
         return self.output_tokens / took if took > 0 else None
 

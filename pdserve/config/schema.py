@@ -1,8 +1,8 @@
 """The schema of a configuration file, section by section, and `Config`, the loaded file.
 
 Frozen dataclasses. The type of a key is its rule: pydantic checks it when a section is read (`sections.py`), and error
-texts and `docs/configuration.md` are made from it. The text below a key is its documentation: the unit before `;`, then
-the meaning, then `not set:` with the default.
+texts and `docs/configuration.md` are made from it. The text below a key is its documentation: a unit, if it has one,
+the meaning, and what happens if it is `not set:`.
 """
 
 import math

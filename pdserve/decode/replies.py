@@ -37,8 +37,9 @@ INTERNAL = "internal error in the decode worker"
 
 
 def choose_preemption(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
-    """Return a frontend, and how many of its requests to pause (0: none). Clients with less than half of the largest
-    client's running requests then get a slot. Flex requests are paused first, and no request is paused for them.
+    """Return a frontend, and how many of its requests to pause (0: none). The slots go to clients that have at most
+    half of the largest client's running requests even with the slot. Flex requests are paused first, and no request is
+    paused for them.
     `queued`: number of requests that wait for a slot in the engine. They are the last that entered the engine."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
     entered = sorted((request for request in inside if not request.has_first_step), key=attrgetter("since"))

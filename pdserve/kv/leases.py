@@ -19,7 +19,7 @@ class Leases:
         """Prefills whose blocks were freed because all ranks had read them."""
 
     def begin(self, prefill: str) -> None:
-        """Record that the prefill starts. Its blocks change only if it is preempted, which its handle says."""
+        """Record that the prefill starts. A preemption may change its blocks; then its handle says so."""
         self._held.add(prefill)
 
     def end(self, prefill: str, *, read: bool) -> None:

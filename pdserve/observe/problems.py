@@ -74,11 +74,11 @@ class Node(Struct, frozen=True):
 
 class Problem(Struct, frozen=True):
     level: str
-    """`bad`: requests fail, wait or are served another way now; `warn`: they did recently, or may soon; `info`."""
+    """`bad`: requests fail, or a part is down; `warn`: less than that, or it is over; `info`: no problem."""
     text: str
     """A sentence without a full stop."""
     about: list[str] = []
-    """Names of nodes; both ends of a link."""
+    """Names of nodes or slots, or `queue`; of a link both ends."""
     seconds: float | None = None
     """Seconds that the problem has lasted; None if unknown."""
     advice: str = ""
@@ -390,7 +390,7 @@ def count(number: int, what: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The time in a unit with two or three digits."""
+    """The time in ms, s, min or h."""
     if seconds < 0.01:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 1:

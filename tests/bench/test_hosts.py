@@ -77,7 +77,7 @@ def _facts(host: Host) -> dict[str, object]:
     return found
 
 
-def test_each_host_has_its_own_memory_processes_and_clocks(net: Network) -> None:
+def test_each_host_has_its_own_name_files_and_clocks(net: Network) -> None:
     one, other = _facts(net.host("one")), _facts(net.host("other", clock=-40))
     assert (one["name"], other["name"]) == ("one", "other")
     assert one["seen"] == other["seen"] == ["mine"]

@@ -63,7 +63,7 @@ async def test_the_tokens_are_those_of_an_engine_without_speculation(pair: Engin
     await pair.all_free()
 
 
-async def test_requests_together_have_their_own_drafts(pair: Engines) -> None:
+async def test_requests_in_a_batch_have_their_own_drafts(pair: Engines) -> None:
     """The same steps have greedy requests and requests with top_k 1 and other temperatures. Each engine prefills for
     the other, as under `role: both`."""
     kinds = (
@@ -91,8 +91,8 @@ async def test_a_request_continues_after_any_token(pair: Engines) -> None:
 
 
 async def test_requests_that_sample_get_tokens(pair: Engines) -> None:
-    """For requests that sample, vLLM compares probabilities. The first draft after a KV transfer is a placeholder
-    without a probability."""
+    """vLLM judges drafts of sampling requests by their probability. The first draft after a KV transfer is a
+    placeholder and has none."""
     one = sampled(TOKENS, temperature=1.0, top_k=1, ignore_eos=True)
     for number in range(3):
         assert tokens_of(await pair.hand_over(f"one-{number}", repeating(500), one)) == EXPECTED[500]

@@ -191,4 +191,4 @@ async def test_a_follower_that_stops_lets_the_leader_drain(server: MemoryServer)
 
 
 def _never() -> None:
-    pytest.fail("no follower stops")
+    pytest.fail("a follower stopped")

@@ -59,7 +59,7 @@ def test_only_what_others_do_not_expect_is_reported(
     assert (reports.next(now, 10.0) is not None) is due
 
 
-def test_a_reported_load_includes_half_an_interval_of_work_for_others() -> None:
+def test_a_reported_load_adds_the_others_share_of_half_an_interval() -> None:
     reports = StateReports()
     reports.pulled("decode-0", 9.0)
     assert reports.next(state(1, tokens=1000), 10.0) == state(1, tokens=1000), "its own requests"
@@ -145,7 +145,7 @@ async def test_a_backlog_is_reported_to_all_at_a_bounded_rate(
 async def test_a_decode_worker_learns_the_load_of_anothers_addressed_prompts(
     pulled: bool, broadcasts: tuple[Queues, list[QueueState]]
 ) -> None:
-    """The decode worker's own prompt was the last that the prefill worker began."""
+    """Also if the prefill worker has begun no prompt since the decode worker's own."""
     decode, _, prefill = await ask(broadcasts, 1)
     worker = Prefill()
     (delivery,) = await prefill.pull(1, 1, worker.puller)

@@ -58,7 +58,7 @@ def thing(rng: random.Random) -> str:
 def plain_sentence(rng: random.Random) -> str:
     """Return a sentence of subject, verb, object and sometimes a place."""
     subject = rng.choice(words.PEOPLE) if rng.random() < 0.4 else f"The {thing(rng)}"
-    tail = f" {rng.choice(words.PLACES)} the {thing(rng)}" if rng.random() < 0.6 else ""
+    tail = f" {rng.choice(words.PREPOSITIONS)} the {thing(rng)}" if rng.random() < 0.6 else ""
     return f"{subject} {rng.choice(words.VERBS)} the {thing(rng)}{tail}."
 
 

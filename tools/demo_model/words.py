@@ -1,4 +1,4 @@
-"""The demo model's vocabulary: objects that have a code, and the words of the filler text between them."""
+"""The demo model's vocabulary: coloured objects, the numbers that are their codes, and the words of other sentences."""
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -8,11 +8,11 @@ def _split(text: str) -> tuple[str, ...]:
 COLOURS = _split("red blue green yellow black white orange purple brown pink grey silver golden")
 OBJECTS = _split("box door car house chair table lamp boat bag key cup book bike tower")
 
-TEENS = _split("""
+TO_TWENTY = _split("""
     one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty
 """)
-NUMBER_WORDS = (*TEENS, *(f"twenty {digit}" for digit in TEENS[:9]), "thirty")
+NUMBER_WORDS = (*TO_TWENTY, *(f"twenty {digit}" for digit in TO_TWENTY[:9]), "thirty")
 
 PEOPLE = _split("Anna Tom Maria Paul Lucy Peter Emma John Sarah David")
 NOUNS = _split("""
@@ -31,7 +31,7 @@ ADJECTIVES = _split("""
     old new small big long short good bad happy sad quiet loud warm cold bright dark young slow fast
     heavy clean empty full strong soft lazy quick tiny little great
 """)
-PLACES = _split("in on under near behind over by at from to with into beside between")
+PREPOSITIONS = _split("in on under near behind over by at from to with into beside between")
 GLUE = _split("""
     the a an and or but of is are was were be been has have had do does did will would can could
     should may not no yes it he she they we you I his her their our your my me him them this that
@@ -42,4 +42,4 @@ GLUE = _split("""
     feel learn help let please thank thanks jumps fox lorem ipsum dolor sit amet today world people
     life way thing part place hello
 """)
-COMMON = NOUNS + VERBS + ADJECTIVES + PLACES + GLUE
+COMMON = NOUNS + VERBS + ADJECTIVES + PREPOSITIONS + GLUE

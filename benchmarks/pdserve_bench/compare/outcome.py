@@ -126,7 +126,7 @@ def winning_file(comparison: Comparison, candidate: Candidate, found: Recommenda
 
 
 def _model_as_written(comparison: Comparison) -> str:
-    """Return `demo` for the bundled model, else an absolute path, so that the file works in every folder."""
+    """Return `demo`, a hub id or an absolute path, so that the file works in every folder."""
     for section in read_sections(comparison.options.file).values():
         if section.get("model") == "demo":
             return "demo"

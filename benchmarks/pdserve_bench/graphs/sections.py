@@ -1,4 +1,4 @@
-"""Change the user's file into the file of another graph on the same hardware. All but `read_sections` is pure.
+"""Change the user's file into the file of another graph on the same hardware. Only `read_sections` reads files.
 
 Keys are found in either spelling (`served_model_name`, `served-model-name`) and written in kebab-case.
 """

@@ -16,7 +16,7 @@ MIN_BEGIN = 1.0
 WAIT_FACTOR = 3.0
 """A busy worker gets `MIN_BEGIN` and this many times its expected wait: other decode workers send it prompts, too."""
 LATER_PROMPTS = 2.0
-"""Each prompt that arrives while another is computed counts as this many delayed prompts: it delays others in turn."""
+"""Each prompt that arrives while another waits counts as this many delayed prompts: it delays others in turn."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Estimates:
         return wait + self.remote_compute + self.handover + self.streams * self.remote_stall
 
     def _weight(self, compute: float) -> float:
-        """Cost of a second of this prompt's wait: prompts that arrive meanwhile wait `compute` longer."""
+        """Cost of a second of this prompt's wait: prompts that arrive in it wait until this one is computed."""
         return 1 + LATER_PROMPTS * self.rate * compute
 
     @property
@@ -80,10 +80,10 @@ class Estimates:
         return (
             f"{misses}"
             f"local costs {_ms(self.local_cost)} ms (wait {self._weight(self.local_compute):.1f} x "
-            f"{_ms(self.local_wait)}, compute {_ms(self.local_compute)}, stall {self.streams} streams x "
+            f"{_ms(self.local_wait)}, compute {_ms(self.local_compute)}, slows {self.streams} sequences by "
             f"{_ms(self.local_stall)}), remote {_ms(self.remote_cost)} ms (wait "
             f"{self._weight(self.remote_compute):.1f} x {_ms(self.remote_wait)}, compute "
-            f"{_ms(self.remote_compute)}, stall {self.streams} streams x {_ms(self.remote_stall)}, handover "
+            f"{_ms(self.remote_compute)}, slows {self.streams} sequences by {_ms(self.remote_stall)}, handover "
             f"{_ms(self.handover)}){f'; {self.prefix}' if self.prefix else ''}"
         )
 
@@ -160,9 +160,9 @@ def prefix_choice(
     prefix, the queue is best: it needs no guess which worker is idle first. The wait for queued prompts is not added to
     the cost of the queue, because overtaking them is no reason to choose a worker.
 
-    A second of computing costs more than a second of waiting, because it also delays later prompts. A prefix that is a
-    small part of the prompt (a system prompt) does not decide: workers without it would get no prompts and never cache
-    it."""
+    A second of computing also delays prompts that arrive before its end, so it costs more than a second of waiting. A
+    prefix that is a small part of the prompt (a system prompt) does not decide: workers without it would get no prompts
+    and never cache it."""
     speed = sum(1 / each.token_seconds for each in remote)
     first, usual = min(each.wait for each in remote), _mean_compute(prompt, remote)
 

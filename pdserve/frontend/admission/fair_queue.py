@@ -34,7 +34,7 @@ class QueueEntry:
     tokens: float = 1.0
     """of each sequence, estimated"""
     tagged: int = 0
-    """how many of its next sequences have finish tags, one after another"""
+    """number of its next sequences whose finish tags are set, each `tokens` after the one before"""
     tag: float = 0.0
     """finish tag of its next sequence, in tokens"""
 

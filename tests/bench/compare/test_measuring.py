@@ -186,7 +186,7 @@ async def test_each_candidate_is_tried_and_the_best_of_each_kind_measured_furthe
     log: list[str] = []
     found = compared(tmp_path, log, 0.2, a1=0.3, d1=0.01)
     await found.run()
-    assert log == ["+a1", "-a1", "+d1", "-d1", "+a1", "-a1"], "one at a time, and d1 is not restarted"
+    assert log == ["+a1", "-a1", "+d1", "-d1", "+a1", "-a1"], "one at a time; d1, still up, goes on first"
     assert [each.name for each in found.finalists] == ["a1", "d1"]
     first, second = found.results()
     assert first.carried is None

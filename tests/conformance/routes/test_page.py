@@ -8,7 +8,7 @@ from pdserve.contract.reports import Receipt
 from tests.conformance.differences import API_PAGE, DIFFERENCES, WHERE
 
 
-def test_the_page_has_every_difference_that_is_compared_in_part() -> None:
+def test_the_page_has_every_difference_with_a_place() -> None:
     assert WHERE.keys() <= DIFFERENCES.keys()
     assert len(DIFFERENCES) > 30
 

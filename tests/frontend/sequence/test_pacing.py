@@ -49,7 +49,7 @@ def longest(times: Sequence[float]) -> float:
 
 @pytest.mark.parametrize(("promised", "delay"), [(CHAT, 0.4), (AGENT, 0.6), (RAG, 0.25)])
 @pytest.mark.parametrize("speed", [0.1, 0.3, 1.0, 3.0, 10.0])
-def test_a_delay_breaks_no_gap_once_there_is_a_reserve(
+def test_a_reserve_of_tokens_keeps_gaps_short_in_a_delay(
     promised: SloTargets, delay: float, speed: float
 ) -> None:
     """`speed` 1 is the demo model's: 10 ms per token. Only streams twice as fast as promised surely have a reserve."""
@@ -89,7 +89,7 @@ def test_held_outputs_are_bounded(interval: float) -> None:
     assert max(held[100:]) > 5 * interval, "there is a reserve"
 
 
-def test_an_answer_slower_than_the_pace_is_not_held() -> None:
+def test_an_answer_slower_than_the_pace_is_soon_not_held() -> None:
     arrivals = come(0.045)
     paced = left(CHAT, arrivals)
     assert paced[0] == arrivals[1], "the first waits, so that the second is not late"

@@ -109,7 +109,7 @@ async def test_a_prompt_goes_where_its_image_is_cached(seeing: Graph) -> None:
     assert [answer.headers["x-pdserve-prefill"] for answer in found.values()] == ["remote", "remote", "local"]
 
 
-async def test_all_routes_read_large_images_on_another_loop(seeing: Graph) -> None:
+async def test_all_routes_accept_large_images(seeing: Graph) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": LARGE.partition(",")[2]}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "x"}]
     items = [{"type": "input_image", "image_url": LARGE}, {"type": "input_text", "text": "x"}]

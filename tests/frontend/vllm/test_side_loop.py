@@ -127,10 +127,10 @@ TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
         ({"n": 64, "vllm_xargs": {"a": "x" * 1_000_000}}, "bytes; they may have 33554432"),
     ],
 )
-async def test_the_data_that_each_output_repeats_is_bounded(
+async def test_the_data_that_each_sequence_repeats_is_bounded(
     graph: Graph, asked: dict[str, Any], why: str
 ) -> None:
-    """Each output repeats the prompt logprobs, and the parameters that are sent to a worker."""
+    """Each sequence has its own copy of the prompt logprobs, and of the parameters sent to a worker."""
     async with graph.worker() as worker:
         answer = await complete(graph, temperature=0.5, max_tokens=1, **asked)
         assert answer.status_code == 400, answer.text[:300]

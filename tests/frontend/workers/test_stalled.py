@@ -113,7 +113,7 @@ async def test_an_engine_that_computes_for_long_keeps_its_requests(graph: Graph)
         await holds(lambda: not slow.worker._engine_watch.stalled)
 
 
-async def test_prefill_workers_stand_in_for_a_decode_worker_whose_connection_was_renewed(
+async def test_prefill_workers_stand_in_for_a_decode_worker_that_stalls_after_it_reconnects(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with graph.worker(pace=None) as only, stand_in(graph) as prefill:
