@@ -26,6 +26,7 @@ from pdserve.contract.records import Instance, Role, encode_record
 from pdserve.observe.problems import problems
 from pdserve.observe.process_pages import serve_pages
 from pdserve.plan.plan import Plan, make_plan
+from pdserve.queue import server_info
 from pdserve.registry import connect, etcd
 from pdserve.registry.view import Snapshot
 from pdserve.runtime.tasks import TaskOwner
@@ -145,6 +146,8 @@ async def test_the_printed_commands_start_servers_of_the_credentials(
     )
     try:
         await until(lambda: _answers(made, f"nats://127.0.0.1:{nats}", f"127.0.0.1:{client}"), 60)
+        largest = (await server_info(f"nats://127.0.0.1:{nats}"))["max_payload"]
+        assert largest == 8 << 20, "as large as of a NATS that `serve` starts"
     finally:
         os.killpg(shell.pid, SIGKILL)
         await shell.wait()

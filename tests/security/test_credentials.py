@@ -4,19 +4,15 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from pdserve.cli.setup.credentials import make_credentials
-from pdserve.queue import server_info
 from pdserve.security.credentials import CERTIFICATE_NAME, Credentials, create, expiry_warning
-from pdserve.supervisor.servers.embedded import nats_binary
 from pdserve.util import clock
 from pdserve.util.errors import ConfigError
-from pdserve.util.net import free_port
-from tests.conditions import until
 from tests.tcp import tcp_server
 
 
@@ -108,28 +104,3 @@ def test_an_invalid_host_name_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--host: '.*' is no host name or IP address"):
             make_credentials(tmp_path / "new", host=[host])
     assert not list(tmp_path.iterdir())
-
-
-async def test_nats_starts_by_the_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The started NATS accepts messages as large as a NATS of `serve` does."""
-    make_credentials(tmp_path / "secrets")
-    text = capsys.readouterr().out.replace("\\\n", "")
-    said = [line.split("  #")[0].strip() for line in text.splitlines()]
-    port = free_port("127.0.0.1")
-    conf = next(line for line in said if line.startswith("echo"))
-    command = next(line for line in said if line.startswith("nats-server"))
-    assert command.endswith(" ...")
-    command = f"{command.removesuffix('...')} --addr 127.0.0.1 --port {port} --store_dir {tmp_path}"
-    script = f"cd {tmp_path} && {conf} && exec {nats_binary().parent}/{command}"
-    server = await asyncio.create_subprocess_exec("bash", "-c", script, stderr=asyncio.subprocess.DEVNULL)
-
-    async def largest() -> bool:
-        with suppress(OSError, EOFError):
-            return (await server_info(f"nats://127.0.0.1:{port}")).get("max_payload") == 8 << 20
-        return False
-
-    try:
-        await until(largest)
-    finally:
-        server.kill()
-        await server.wait()
