@@ -157,8 +157,7 @@ def _make_environment(folder: Path) -> None:
 
 
 def _uv_install(folder: Path) -> list[str]:
-    """Return the `uv pip install` command, without settings (`uv.toml`) of the current folder, which may be another
-    user's."""
+    """Return the `uv pip install` command. It ignores `uv.toml` of the current folder, perhaps another user's."""
     where = [f"--project={folder}", f"--python={python_of(folder)}"]
     if _pip_options(folder)["no-index"][-1:] not in ([], ["0"], ["false"], ["no"], ["off"]):
         where.append("--no-index")  # uv has no variable for it
@@ -186,9 +185,10 @@ def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
     """Return environment variables that add pip's package sources to uv's own, and PyTorch's index if no source has
     torch's CPU build. Without indexes (PIP_NO_INDEX), wheel folders are the only sources."""
     sources = pip_settings(folder)
-    if "--no-index" in uv or platform == "gpu":
-        # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.
-        return {each: sources[each] for each in sources if each != "UV_FIND_LINKS" or "--no-index" in uv}
+    if platform == "gpu" and "--no-index" not in uv:  # a folder's torch 2.13.0+cpu would satisfy the GPU lock
+        sources.pop("UV_FIND_LINKS", None)
+    if platform == "gpu" or "--no-index" in uv:
+        return sources
     torch = [*uv, "--dry-run", f"torch=={_locked_version('torch')}"]
     if subprocess.run(torch, env=os.environ | sources, capture_output=True).returncode == _NO_SOLUTION:
         say(f"no configured source has torch's CPU build: adding {_TORCH_INDEX}")
